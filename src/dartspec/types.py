@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from dartspec.errors import DartspecError
+
+Processor = Callable[[Tensor, Tensor], Tensor]
 
 
 class TokenTree(NamedTuple):
@@ -48,13 +53,11 @@ class Verdict(NamedTuple):
     path:  accepted node indices from the root on, root included: `path[0] == 0`.
     bonus: the target's own token after the last accepted node.
     picks: (N,) int32, the target's token at each node that had to be asked; -1 where it was not needed.
-    log_probs: log-probability (natural) of each committed token under the processed distribution, or None.
     """
 
     path: list[int]
     bonus: int
     picks: Tensor
-    log_probs: list[float] | None = None
 
     @property
     def num_accepted(self) -> int:
@@ -97,7 +100,7 @@ class TargetView(Protocol):
     device: torch.device
 
     def embed(self, ids: Tensor) -> Tensor:
-        """(n,) int64 ids -> (n, H) embeddings, as the target's first layer receives them."""
+        """(n,) int64 ids -> (n, H) rows of the target's input embedding."""
         ...
 
     def lm_head(self, hidden: Tensor) -> Tensor:
@@ -124,24 +127,89 @@ class Drafter(Protocol):
 
 
 @dataclass(frozen=True)
+class SamplingParams:
+    """What one request asks for. Checked when made; `sampling.py` alone interprets it.
+
+    Order, as in transformers: penalties and bias, then `processors`, then temperature, top-k, top-p, min-p.
+
+    temperature:        0 is greedy; otherwise logits are divided by it.
+    top_k, top_p, min_p: 0, 1.0 and 0.0 switch the filter off.
+    repetition_penalty: over prompt and output, multiplicative (transformers' rule).
+    presence_penalty, frequency_penalty: over the output, subtracted (OpenAI's rule).
+    logit_bias:         token id -> number added to its logit.
+    processors:         callables `(ids (1, L) int64, logits (1, V) float32) -> logits (1, V)`, as transformers'
+                        `LogitsProcessor`; called for every node on that node's own path, so they must keep no state.
+    seed:               the text is a function of (prompt, seed); None draws a fresh one from the system.
+    max_tokens:         new tokens at most.
+    stop:               stop strings, cut from the text. stop_token_ids: in addition to the model's end-of-text ids.
+    ignore_eos:         the model's end-of-text ids do not stop (stop_token_ids still do).
+    logprobs:           None, or how many likeliest alternatives to report beside each token's log-probability.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    processors: tuple[Processor, ...] = ()
+    seed: int | None = None
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids", "processors"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        _check(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more")
+        _check(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
+        _check(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]; 1 switches it off")
+        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]; 0 switches it off")
+        _check(
+            self.repetition_penalty > 0,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "above 0; 1 switches it off",
+        )
+        _check(abs(self.presence_penalty) < math.inf, "presence_penalty", self.presence_penalty, "finite")
+        _check(abs(self.frequency_penalty) < math.inf, "frequency_penalty", self.frequency_penalty, "finite")
+        _check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
+        _check(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "in [0, 2^64)")
+        _check(self.logprobs is None or 0 <= self.logprobs <= 100, "logprobs", self.logprobs, "in [0, 100]")
+        _check(all(self.stop), "stop", self.stop, "without empty strings")
+
+    @property
+    def uses_history(self) -> bool:
+        """Whether a row's distribution depends on the tokens before it, other than through the target."""
+        return bool(
+            self.processors or self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        )
+
+
+def _check(good: bool, name: str, found: object, expected: str) -> None:
+    if not good:
+        raise DartspecError(f"{name} is {found}; it must be {expected}")
+
+
+@dataclass(frozen=True)
 class RoundRecord:
     """One round of one sequence, as it is counted (method, section 1). Times are milliseconds of the whole batch."""
 
     num_drafted: int
-    num_accepted: int  # A: nodes walked
-    num_committed: int  # M of the round: accepted + bonus, less what a stop cut off
-    draft_ms: float
-    verify_ms: float
-    other_ms: float
-    batch: int = 1
+    num_accepted: int  # A: draft tokens walked
+    num_committed: int  # M: accepted + bonus, less what a stop or the length limit cut off
+    draft_ms: float  # T_D: the drafter, without its search
+    search_ms: float  # T_S: from the drafter's guesses to the tree
+    verify_ms: float  # T_V: the target's forward over the tree
+    other_ms: float  # picking, moving the cache, text, the loop itself
+    batch: int = 1  # sequences that shared these times
 
-
-@dataclass(frozen=True)
-class StageTimes:
-    """Milliseconds spent in each stage, summed."""
-
-    prefill_ms: float = 0.0
-    draft_ms: float = 0.0
-    verify_ms: float = 0.0
-    other_ms: float = 0.0
-
+    @property
+    def round_ms(self) -> float:
+        return self.draft_ms + self.search_ms + self.verify_ms + self.other_ms
