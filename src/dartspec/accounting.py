@@ -160,7 +160,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """S = M * T_AR / T_round with its terms, and the bound M * T_AR / T_V that no drafter can pass (method, section 1)."""
+    """S = M * T_AR / T_round with its terms, and the bound M * T_AR / T_V that no drafter can pass."""
 
     M: float
     plain_ms: float  # T_AR, a plain step

@@ -2,4 +2,4 @@
 
 
 class DartspecError(ValueError):
-    """Bad input or an unusable file. The message is one sentence for a person; the command line prints it and exits 2."""
+    """Bad input or an unusable file. One sentence for a person; the command line prints it and exits 2."""

@@ -187,9 +187,7 @@ class SamplingParams:
     @property
     def uses_history(self) -> bool:
         """Whether a row's distribution depends on the tokens before it, other than through the target."""
-        return bool(
-            self.processors or self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
-        )
+        return bool(self.processors or self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
 
 def _check(good: bool, name: str, found: object, expected: str) -> None:

@@ -1,0 +1,157 @@
+"""Our cache layer: preallocated keys and values, ragged rows, written in place, able to keep chosen positions.
+
+Knows lengths and tensors, not tokens. Every layer of one shape shares one allocation, so that `keep` moves the accepted
+path of all layers in two copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class LayerShape(tuple[int, int, int, torch.dtype, torch.device]):
+    """(key/value heads, key width, value width, dtype, device) of one attention layer's cache."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor) -> LayerShape:
+        return cls((keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device))
+
+
+class ShapeRecorder(Cache):  # type: ignore[misc]
+    """Stands in for a cache in the first probe forward and notes what each layer stores."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.shapes: dict[int, LayerShape] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.shapes[layer_idx] = LayerShape.of(key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        raise NotImplementedError("the mask is always given")
+
+
+class Window:
+    """Which rows of the cache a forward touches and where it writes: set before each forward, read by every layer."""
+
+    def __init__(self) -> None:
+        self.first = 0  # cache rows [first, first + len(starts))
+        self.starts: list[int] = [0]  # write position of each of them
+        self.num_rows = 0  # tokens a sequence (padded)
+        self.end = 0  # keys [0, end) are visible
+        self._index: tuple[Tensor, Tensor] | None = None
+
+    def set(self, first: int, starts: Sequence[int], num_rows: int) -> None:
+        self.first, self.starts, self.num_rows = first, list(starts), num_rows
+        self.end = max(starts) + num_rows
+        self._index = None
+
+    def scatter_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(B, 1) cache rows and (B, num_rows) positions, for sequences of unequal lengths."""
+        if self._index is None or self._index[0].device != device:
+            start = torch.tensor(self.starts, device=device)[:, None]
+            rows = torch.arange(self.first, self.first + len(self.starts), device=device)[:, None]
+            self._index = rows, start + torch.arange(self.num_rows, device=device)
+        return self._index
+
+
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's keys (rows, heads, capacity, D) and values, views into its group's allocation."""
+
+    def __init__(self, keys: Tensor, values: Tensor, window: Window) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+        self.is_initialized = True
+        self._window = window
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: the tensors exist from the start."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Writes (B, heads, n, D) at each row's position; returns views (B, heads, end, D). No copy, no concatenation."""
+        w = self._window
+        stop = w.first + len(w.starts)
+        if min(w.starts) == max(w.starts):
+            at = w.starts[0]
+            self.keys[w.first : stop, :, at : at + w.num_rows] = key_states
+            self.values[w.first : stop, :, at : at + w.num_rows] = value_states
+        else:
+            rows, positions = w.scatter_index(self.keys.device)
+            self.keys[rows, :, positions] = key_states.transpose(1, 2)
+            self.values[rows, :, positions] = value_states.transpose(1, 2)
+        return self.keys[w.first : stop, :, : w.end], self.values[w.first : stop, :, : w.end]
+
+    def get_seq_length(self) -> int:
+        return self._window.end - self._window.num_rows
+
+    def get_max_length(self) -> int:
+        return int(self.keys.shape[2])
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.20
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        return self._window.end, 0
+
+
+class SlotCache(Cache):  # type: ignore[misc]
+    """The keys and values of up to `rows` sequences of at most `capacity` positions each.
+
+    `row` arguments are physical rows; which sequence lives in which is the caller's knowledge.
+    """
+
+    def __init__(self, shapes: dict[int, LayerShape], rows: int, capacity: int) -> None:
+        self.window = Window()
+        self.capacity = capacity
+        self._groups: list[tuple[Tensor, Tensor]] = []
+        members: dict[LayerShape, list[int]] = {}
+        for layer, shape in shapes.items():
+            members.setdefault(shape, []).append(layer)
+        layers: dict[int, SlotLayer] = {}
+        for (heads, dk, dv, dtype, device), indices in members.items():
+            n = len(indices)
+            # zeros, not empty: positions that padding rows look at must hold finite numbers
+            keys = torch.zeros(n, rows, heads, capacity, dk, dtype=dtype, device=device)
+            values = torch.zeros(n, rows, heads, capacity, dv, dtype=dtype, device=device)
+            self._groups.append((keys, values))
+            for i, layer in enumerate(indices):
+                layers[layer] = SlotLayer(keys[i], values[i], self.window)
+        # a layer that stores nothing (it shares another's keys) still has a place in the list
+        first = layers[min(layers)]
+        super().__init__(layers=[layers.get(i, first) for i in range(max(layers) + 1)])
+
+    def keep(self, row: int, start: int, path: Sequence[int]) -> None:
+        """Moves the keys and values at positions start + path[k] to start + k, for every layer.
+
+        path: node indices of the accepted path, root first, ascending. What lies behind is free to be overwritten.
+        """
+        skip = next((k for k, node in enumerate(path) if node != k), len(path))
+        if skip == len(path):
+            return  # a chain of first nodes already lies where it belongs
+        for group in self._groups:
+            for tensor in group:
+                source = torch.tensor([start + node for node in path[skip:]], device=tensor.device)
+                moved = tensor[:, row].index_select(2, source)  # a copy, so overlap is safe
+                tensor[:, row, :, start + skip : start + len(path)] = moved
+
+    def move_row(self, source: int, target: int, length: int) -> None:
+        """Copies one sequence's first `length` positions to another physical row."""
+        for group in self._groups:
+            for tensor in group:
+                tensor[:, target, :, :length] = tensor[:, source, :, :length]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for group in self._groups for t in group)

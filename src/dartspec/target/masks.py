@@ -1,0 +1,101 @@
+"""Positions and attention masks of token trees, by layer type. Lengths and parents in, tensors out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dartspec.errors import DartspecError
+
+
+class MaskPlan:
+    """How one model wants its masks: which layer types it has, their windows, and boolean or additive form.
+
+    A model whose layers differ takes a dict by layer type, all others one tensor.
+    """
+
+    def __init__(self, config: Any, additive: torch.dtype | None) -> None:
+        """config: the text model's Hugging Face config. additive: dtype of an additive mask, None for a boolean one."""
+        types = list(dict.fromkeys(getattr(config, "layer_types", None) or []))
+        window = getattr(config, "sliding_window", None)
+        chunk = getattr(config, "attention_chunk_size", None)
+        if not types:
+            types = ["sliding_attention" if window else "full_attention"]
+        kinds: dict[str, tuple[str, int]] = {}
+        for t in types:
+            if t == "full_attention":
+                kinds[t] = "full", 0
+            elif t == "sliding_attention" and window:
+                kinds[t] = "sliding", int(window)
+            elif t == "chunked_attention" and chunk:
+                kinds[t] = "chunked", int(chunk)
+            else:
+                raise DartspecError(f"layers of type {t!r} cannot verify a token tree; see `dartspec doctor MODEL`")
+        self._kinds = kinds
+        self._additive = additive
+
+    def build(self, starts: Sequence[int], tree: Tensor, depth: Tensor, device: torch.device) -> Any:
+        """The mask(s) for B sequences of N rows each, keys [0, max(starts) + N).
+
+        starts: committed length of each sequence; its rows are written behind it.
+        tree:   (B, N, N) bool, row i true at i and at its ancestors. depth: (B, N) int64, 0 for the root.
+
+        Returns one (B, 1, N, K) mask or a dict of them; boolean (true = visible) or additive.
+        """
+        B, N = depth.shape
+        end = max(starts) + N
+        start = torch.tensor(starts)[:, None]  # (B, 1)
+        key = torch.arange(end)
+        visible = key < start[:, :, None]  # (B, 1, K) the committed prefix
+        visible = visible.expand(B, N, end).clone()
+        for b, s in enumerate(starts):
+            visible[b, :, s : s + N] = tree[b]
+        masks: dict[str, Tensor] = {}
+        query = (start + depth)[:, :, None]  # (B, N, 1) absolute positions
+        for name, (kind, size) in self._kinds.items():
+            mask = visible
+            if kind != "full":
+                # a key in the tree region stands at its node's depth, not at the place where it is stored
+                where = key.expand(B, end).clone()
+                for b, s in enumerate(starts):
+                    where[b, s : s + N] = s + depth[b]
+                near = (
+                    query - where[:, None] < size
+                    if kind == "sliding"
+                    else query // size == (where // size)[:, None]
+                )
+                mask = visible & near
+            masks[name] = self._finish(mask[:, None], device)
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _finish(self, mask: Tensor, device: torch.device) -> Tensor:
+        if self._additive is None:
+            return mask.to(device)
+        low = torch.finfo(self._additive).min
+        return torch.zeros(mask.shape, dtype=self._additive).masked_fill_(~mask, low).to(device)
+
+
+def tree_tensors(parents: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Ancestor masks and depths of several trees, padded to the largest.
+
+    parents: per tree, `parents[0] == -1` and parents before children. A padding row sees itself alone, at depth 0.
+
+    Returns (B, N, N) bool and (B, N) int64.
+    """
+    n = max(len(p) for p in parents)
+    mask = torch.eye(n, dtype=torch.bool).repeat(len(parents), 1, 1)
+    depth = torch.zeros(len(parents), n, dtype=torch.int64)
+    for b, tree in enumerate(parents):
+        if all(p == i - 1 for i, p in enumerate(tree)):  # a chain, prompts above all
+            mask[b, : len(tree), : len(tree)] = torch.ones(len(tree), len(tree), dtype=torch.bool).tril_()
+            depth[b, : len(tree)] = torch.arange(len(tree))
+            continue
+        levels = [0] * len(tree)
+        for i in range(1, len(tree)):
+            mask[b, i] |= mask[b, tree[i]]
+            levels[i] = levels[tree[i]] + 1
+        depth[b, : len(tree)] = torch.tensor(levels)
+    return mask, depth
