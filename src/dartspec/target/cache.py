@@ -7,21 +7,21 @@ path of all layers in two copies.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
-class LayerShape(tuple[int, int, int, torch.dtype, torch.device]):
-    """(key/value heads, key width, value width, dtype, device) of one attention layer's cache."""
+class LayerShape(NamedTuple):
+    """What one attention layer stores."""
 
-    __slots__ = ()
-
-    @classmethod
-    def of(cls, keys: Tensor, values: Tensor) -> LayerShape:
-        return cls((keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device))
+    num_heads: int
+    key_width: int
+    value_width: int
+    dtype: torch.dtype
+    device: torch.device
 
 
 class ShapeRecorder(Cache):  # type: ignore[misc]
@@ -34,7 +34,8 @@ class ShapeRecorder(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        self.shapes[layer_idx] = LayerShape.of(key_states, value_states)
+        k = key_states
+        self.shapes[layer_idx] = LayerShape(k.shape[1], k.shape[3], value_states.shape[3], k.dtype, k.device)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -81,7 +82,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         """Nothing to do: the tensors exist from the start."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Writes (B, heads, n, D) at each row's position; returns views (B, heads, end, D). No copy, no concatenation."""
+        """Writes (B, heads, n, D) at each row's position; returns views (B, heads, end, D): nothing is concatenated."""
         w = self._window
         stop = w.first + len(w.starts)
         if min(w.starts) == max(w.starts):

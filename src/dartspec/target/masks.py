@@ -62,11 +62,7 @@ class MaskPlan:
                 where = key.expand(B, end).clone()
                 for b, s in enumerate(starts):
                     where[b, s : s + N] = s + depth[b]
-                near = (
-                    query - where[:, None] < size
-                    if kind == "sliding"
-                    else query // size == (where // size)[:, None]
-                )
+                near = query - where[:, None] < size if kind == "sliding" else query // size == (where // size)[:, None]
                 mask = visible & near
             masks[name] = self._finish(mask[:, None], device)
         return masks if len(masks) > 1 else next(iter(masks.values()))

@@ -1,0 +1,289 @@
+"""The target: a stock Hugging Face causal LM that scores token trees of several sequences in one forward.
+
+Knows the model, its cache and its masks. Knows no text, no sampling, no drafter. Uses public seams only: a 4-D mask,
+explicit position ids, a cache layer, forward hooks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dartspec.errors import DartspecError
+from dartspec.target.cache import ShapeRecorder, SlotCache
+from dartspec.target.masks import MaskPlan, tree_tensors
+from dartspec.types import Scores, TokenTree
+
+FINAL = -1
+"""The tap of the last hidden state after the final norm, for heads that read what the target's own head reads."""
+
+PREFILL_CHUNK = 512  # prompt positions a forward; bounds the mask and the activations
+
+
+class Target:
+    """One loaded model. `session()` opens room for sequences; the model itself holds no state.
+
+    model:      any causal LM of transformers; neither its weights nor its attributes are changed.
+    num_tokens: ids the tokenizer knows; ids beyond are padding rows of the head.
+    name:       for messages.
+
+    Raises DartspecError, in one sentence, for a model that cannot verify token trees. That is found out by doing it:
+    the first thing a target does is to score a three-node tree and compare it with plain forwards.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_tokens: int | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        name: str = "target",
+        tokenizer_fingerprint: str | None = None,
+        weights_fingerprint: str | None = None,
+    ) -> None:
+        self.model = model.eval()
+        self.name = name
+        self.eos_token_ids = eos_token_ids
+        self.tokenizer_fingerprint = tokenizer_fingerprint
+        self.weights_fingerprint = weights_fingerprint
+        config: Any = model.config
+        self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self._embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
+        self._head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
+        weight: Any = self._embedding.weight
+        self.vocab_size, self.hidden_size = weight.shape
+        self.num_tokens = min(num_tokens or self.vocab_size, self.vocab_size)
+        self.dtype: torch.dtype = weight.dtype
+        self.device: torch.device = weight.device
+        self.num_layers = int(self.config.num_hidden_layers)
+        self.max_positions = int(getattr(self.config, "max_position_embeddings", 0) or 2**31)
+        self._layers = _decoder_layers(model, self.num_layers)
+        self._decoder = _decoder(model, self._layers)
+        arguments = inspect.signature(model.forward).parameters
+        self._cache_name = "cache" if "cache" in arguments else "past_key_values"  # renamed in transformers 5.24
+        self._trims_logits = "logits_to_keep" in arguments
+        implementation = str(self.config._attn_implementation)
+        if "flash" in implementation or "flex" in implementation:
+            raise DartspecError(
+                f"{name} runs attention {implementation!r}, which ignores a tree mask: load the model with"
+                " attn_implementation='sdpa' or 'eager'"
+            )
+        self._masks = MaskPlan(self.config, self.dtype if implementation == "eager" else None)
+        self._shapes = self._probe()
+
+    # -- what a drafter may see (types.TargetView) -------------------------------------------------------------------
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """(n,) int64 -> (n, H), rows of the input embedding."""
+        return self._embedding(ids)  # type: ignore[no-any-return]
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """(n, H) final-normed states -> (n, V) logits, without the model's own scaling or soft cap."""
+        return self._head(hidden)  # type: ignore[no-any-return]
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def session(self, num_slots: int, capacity: int, taps: Sequence[int] = ()) -> Session:
+        """Room for `num_slots` sequences of at most `capacity` positions each, tree rows included."""
+        for tap in taps:
+            if tap != FINAL and not 0 <= tap <= self.num_layers:
+                raise DartspecError(f"tap {tap} asked of {self.name}, which has taps 0 to {self.num_layers}")
+        return Session(self, SlotCache(self._shapes, num_slots, capacity), tuple(taps))
+
+    def bytes_per_position(self) -> int:
+        """Cache bytes that one position of one sequence takes."""
+        return sum(s.num_heads * (s.key_width + s.value_width) * s.dtype.itemsize for s in self._shapes.values())
+
+    @torch.inference_mode()
+    def forward(self, ids: Tensor, positions: Tensor, mask: Any, cache: Any, keep: int = 0) -> Tensor:
+        """(B, N) ids at (B, N) positions under `mask` -> (B, keep or N, V) logits as the model makes them."""
+        extra: dict[str, Any] = {self._cache_name: cache}
+        if self._trims_logits:
+            extra["logits_to_keep"] = keep
+        out = self.model(
+            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True, return_dict=True, **extra
+        )
+        logits: Tensor = out.logits
+        return logits if self._trims_logits or not keep else logits[:, -keep:]
+
+    @contextmanager
+    def recording(self, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Within this context each forward leaves its hidden states (B, N, H) in the dict. Hooks do not outlive it."""
+        got: dict[int, Tensor] = {}
+        handles = []
+
+        def after(tap: int) -> Any:
+            def hook(_module: nn.Module, _args: Any, out: Any) -> None:
+                got[tap] = out[0] if isinstance(out, tuple) else getattr(out, "last_hidden_state", out)
+
+            return hook
+
+        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            got[0] = args[0] if args else kwargs["hidden_states"]
+
+        for tap in set(taps):
+            if tap == 0:
+                handles.append(self._layers[0].register_forward_pre_hook(before, with_kwargs=True))
+            elif tap == FINAL:
+                handles.append(self._decoder.register_forward_hook(after(tap)))
+            else:
+                handles.append(self._layers[tap - 1].register_forward_hook(after(tap)))
+        try:
+            yield got
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _probe(self) -> dict[int, Any]:
+        """Scores a root with two children, compares with chains, and notes what each layer's cache holds."""
+        root, a, b = (t % self.num_tokens for t in (11, 7, 5))
+
+        def logits(tokens: list[int], parents: list[int]) -> tuple[Tensor, dict[int, Any]]:
+            cache = ShapeRecorder()
+            mask, depth = tree_tensors([parents])
+            ids = torch.tensor([tokens], device=self.device)
+            built = self._masks.build([0], mask, depth, self.device)
+            row = self.forward(ids, depth.to(self.device), built, cache)[0, -1]
+            return row[: self.num_tokens].float(), cache.shapes
+
+        cannot = f"{self.name} ({type(self.model).__name__}) cannot verify token trees"
+        try:
+            tree, shapes = logits([root, a, b], [-1, 0, 0])
+            alone, _ = logits([root, b], [-1, 0])
+            chain, _ = logits([root, a, b], [-1, 0, 1])
+        except DartspecError:
+            raise
+        except Exception as error:
+            raise DartspecError(f"{cannot}: its forward failed on one: {type(error).__name__}: {error}") from error
+        if not shapes:
+            raise DartspecError(f"{cannot}: it keeps no attention cache of the usual form")
+        if not bool(torch.isfinite(tree).all()):
+            raise DartspecError(f"{cannot} in {self.dtype}: its logits are not finite; load it with dtype bfloat16")
+        missing = self.num_layers - len(shapes)
+        if missing and not getattr(self.config, "num_kv_shared_layers", 0):
+            raise DartspecError(f"{cannot}: {missing} of its {self.num_layers} layers keep no attention cache")
+        # a sibling must not be seen: the tree's row has to be the short chain's, far nearer than the long chain's is
+        wrong, scale = (tree - alone).abs().max(), (chain - alone).abs().max()
+        if wrong > 0.25 * scale + 1e-6:
+            raise DartspecError(
+                f"{cannot}: its attention ignored the tree mask (a sibling changed the logits by {wrong:.2g})"
+            )
+        return shapes
+
+
+class Session:
+    """Sequences in progress: which slot lives in which cache row, and how long each one is.
+
+    Active sequences occupy rows 0 to n - 1, so that a forward over all of them reads the cache without gathering.
+    """
+
+    def __init__(self, target: Target, cache: SlotCache, taps: tuple[int, ...]) -> None:
+        self.target = target
+        self.taps = taps
+        self._cache = cache
+        self._num_slots = cache.layers[0].keys.shape[0]
+        self._slots: list[int] = []  # slot of each active row
+        self._lengths: list[int] = []  # committed positions of each active row
+
+    @property
+    def capacity(self) -> int:
+        return self._cache.capacity
+
+    def length(self, slot: int) -> int:
+        """Positions of this sequence in the cache: all committed tokens but the last."""
+        return self._lengths[self._slots.index(slot)]
+
+    def prefill(self, slot: int, ids: Sequence[int]) -> Scores:
+        """Runs a prompt into a free slot. Logits of the last position only, (1, V); features of all, (P, n_taps, H)."""
+        if slot in self._slots or len(self._slots) == self._num_slots:
+            raise DartspecError(f"slot {slot} is not free: {len(self._slots)} of {self._num_slots} are in use")
+        self._slots.append(slot)
+        self._lengths.append(0)
+        row = len(self._slots) - 1
+        features = []
+        for at in range(0, len(ids), PREFILL_CHUNK):
+            chunk = list(ids[at : at + PREFILL_CHUNK])
+            parents = [list(range(-1, len(chunk) - 1))]
+            logits, taps = self._forward(row, [chunk], parents, keep=1)
+            self._lengths[row] += len(chunk)
+            features.append(taps)
+        joined = torch.cat([f[0] for f in features if f is not None]) if self.taps else None
+        return Scores(logits[0], joined)
+
+    def score(self, slots: Sequence[int], trees: Sequence[TokenTree]) -> list[Scores]:
+        """One forward over one tree a sequence; `trees[i]` hangs at the end of `slots[i]`. Nothing is committed yet."""
+        order = sorted(range(len(slots)), key=lambda i: self._slots.index(slots[i]))
+        rows = [self._slots.index(slots[i]) for i in order]
+        result: dict[int, Scores] = {}
+        for first, last in _runs(rows):
+            batch = [order[j] for j in range(len(rows)) if first <= rows[j] < last]
+            tokens = [trees[i].tokens.tolist() for i in batch]
+            parents = [trees[i].parents.tolist() for i in batch]
+            logits, taps = self._forward(first, tokens, parents)
+            for b, i in enumerate(batch):
+                n = len(tokens[b])
+                result[i] = Scores(logits[b, :n], taps[b, :n] if taps is not None else None)
+        return [result[i] for i in range(len(slots))]
+
+    def keep(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Commits the accepted paths (node indices, root first) of the trees just scored; all other nodes are gone."""
+        for slot, path in zip(slots, paths, strict=True):
+            row = self._slots.index(slot)
+            self._cache.keep(row, self._lengths[row], path)
+            self._lengths[row] += len(path)
+
+    def free(self, slot: int) -> None:
+        """Ends a sequence. The last active row moves into its place."""
+        row, last = self._slots.index(slot), len(self._slots) - 1
+        if row != last:
+            self._cache.move_row(last, row, self._lengths[last])
+            self._slots[row], self._lengths[row] = self._slots[last], self._lengths[last]
+        self._slots.pop()
+        self._lengths.pop()
+
+    def _forward(
+        self, first: int, tokens: list[list[int]], parents: list[list[int]], keep: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """One forward over cache rows from `first` on: (B, keep or N, V) logits and (B, N, n_taps, H) features."""
+        target, starts = self.target, self._lengths[first : first + len(tokens)]
+        n = max(map(len, tokens))
+        if max(starts) + n > self._cache.capacity:
+            raise DartspecError(
+                f"a sequence needs {max(starts) + n} positions, the session was opened with {self._cache.capacity}"
+            )
+        mask, depth = tree_tensors(parents)
+        ids = torch.tensor([t + [0] * (n - len(t)) for t in tokens], device=target.device)
+        positions = (torch.tensor(starts)[:, None] + depth).to(target.device)
+        self._cache.window.set(first, starts, n)
+        built = target._masks.build(starts, mask, depth, target.device)
+        if not self.taps:
+            return target.forward(ids, positions, built, self._cache, keep), None
+        with target.recording(self.taps) as got:
+            logits = target.forward(ids, positions, built, self._cache, keep)
+        return logits, torch.stack([got[t].to(target.device) for t in self.taps], dim=2)
+
+
+def _decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
+    """The first ModuleList as long as the layer count: the decoder's layers in every architecture tried."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise DartspecError(f"{type(model).__name__} has no list of {count} decoder layers to read hidden states from")
+
+
+def _decoder(model: nn.Module, layers: nn.ModuleList) -> nn.Module:
+    """The module that owns the layers and the final norm: its output is the last hidden state."""
+    return next(m for m in model.modules() if any(child is layers for child in m.children()))
+
+
+def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ascending rows -> [first, last) of each unbroken run."""
+    start = 0
+    for i in range(1, len(rows) + 1):
+        if i == len(rows) or rows[i] != rows[i - 1] + 1:
+            yield rows[start], rows[i - 1] + 1
+            start = i
