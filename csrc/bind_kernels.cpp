@@ -2,7 +2,15 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
 
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "kernels.hpp"
 #include "noise.hpp"
 
 namespace nb = nanobind;
@@ -28,6 +36,63 @@ void bind_noise(nb::module_& m) {
       "and clamped to at most 1 - 2**-24. So 2**-33 <= w < 1, and the Gumbel value -log(-log1p(-w)) is finite.");
 }
 
+using Address = std::uintptr_t;  // tensor.data_ptr()
+using Part = std::tuple<Address, std::int64_t, std::int64_t, Address>;  // weight, out features, row stride, bias or 0
+
+std::vector<dartspec::LinearPart> to_parts(const std::vector<Part>& parts) {
+  if (!dartspec::kernels_supported()) throw std::runtime_error("the packed kernels need a CPU with AVX512_BF16");
+  std::vector<dartspec::LinearPart> result;
+  for (const auto& [weight, out, stride, bias] : parts) {
+    result.push_back({reinterpret_cast<const dartspec::bf16*>(weight), out, stride,
+                      reinterpret_cast<const dartspec::bf16*>(bias)});
+  }
+  return result;
+}
+
+void bind_linear(nb::module_& m) {
+  using dartspec::PackedLinear;
+  m.def("kernels_supported", &dartspec::kernels_supported,
+        "Whether this processor has AVX512_BF16, which every kernel below needs.");
+  nb::class_<PackedLinear>(m, "PackedLinear",
+                           "bf16 weights of one or several linear layers with one input, repacked for row-invariant\n"
+                           "products. All addresses are `tensor.data_ptr()` of CPU memory; strides count elements.")
+      .def(
+          "__init__",
+          [](PackedLinear* self, const std::vector<Part>& parts, std::int64_t in_features) {
+            const auto list = to_parts(parts);
+            nb::gil_scoped_release release;
+            new (self) PackedLinear(list, in_features);
+          },
+          "parts"_a, "in_features"_a,
+          "parts: (weight address, out features, row stride, bias address or 0) each, bf16; outputs side by side.")
+      .def_static(
+          "gated",
+          [](const std::vector<Part>& parts, std::int64_t in_features, int activation) {
+            const auto list = to_parts(parts);
+            nb::gil_scoped_release release;
+            return PackedLinear::gated(list, in_features, static_cast<dartspec::Activation>(activation));
+          },
+          "parts"_a, "in_features"_a, "activation"_a,
+          "act(gate) * up of a gated MLP. parts: gate, up. activation: 0 silu, 1 tanh gelu, 2 gelu, 3 relu.")
+      .def_prop_ro("in_features", &PackedLinear::in_features)
+      .def_prop_ro("out_features", &PackedLinear::out_features)
+      .def_prop_ro("num_bytes", &PackedLinear::num_bytes)
+      .def(
+          "apply",
+          [](const PackedLinear& self, Address x, std::int64_t rows, std::int64_t x_stride, Address y,
+             std::int64_t y_stride, bool y_float32, int num_threads) {
+            nb::gil_scoped_release release;
+            self.apply(reinterpret_cast<const dartspec::bf16*>(x), rows, x_stride, reinterpret_cast<void*>(y), y_stride,
+                       y_float32, num_threads);
+          },
+          "x"_a, "rows"_a, "x_stride"_a, "y"_a, "y_stride"_a, "y_float32"_a, "num_threads"_a,
+          "y = x W^T + b: x (rows, in) bf16, y (rows, out_features) bf16 or float32. A row's result does not depend on\n"
+          "the other rows or the threads.");
+}
+
 }  // namespace
 
-void bind_kernels(nb::module_& m) { bind_noise(m); }
+void bind_kernels(nb::module_& m) {
+  bind_noise(m);
+  bind_linear(m);
+}

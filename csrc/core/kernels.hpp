@@ -1,0 +1,67 @@
+// CPU kernels for bfloat16 models, for processors with AVX512_BF16.
+//
+// The one promise: **a row's result does not depend on the rows computed beside it**, nor on the number of threads.
+// Every sum over input features or keys is one chain in ascending order whatever the blocking; lanes are outputs.
+// bfloat16 values are passed as their 16 bits. Strides count elements. Nothing here allocates the caller's buffers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+namespace dartspec {
+
+using bf16 = std::uint16_t;
+
+// Whether this processor and this build can run the kernels below; calling them where it is false is undefined.
+bool kernels_supported();
+
+enum class Activation : int { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3 };
+
+// One nn.Linear: weight (out, in) with `stride` elements from row to row, bias (out) or null.
+struct LinearPart {
+  const bf16* weight;
+  std::int64_t out;
+  std::int64_t stride;
+  const bf16* bias;
+};
+
+// Weights of one or several linear layers with the same input, copied once into panels of 64 outputs x pairs of
+// inputs, in the order in which they are read. y = x W^T + b with float32 accumulation, pairs of inputs in ascending
+// order, rounded once.
+class PackedLinear {
+ public:
+  PackedLinear(std::span<const LinearPart> parts, std::int64_t in_features);
+
+  // The two halves of a gated MLP, interleaved, so that act(gate) * up is formed where both are at hand.
+  // parts[0] is the gate, parts[1] the up projection, of equal size.
+  static std::unique_ptr<PackedLinear> gated(std::span<const LinearPart> parts, std::int64_t in_features,
+                                             Activation activation);
+
+  std::int64_t in_features() const { return in_; }
+  // Columns of y: the sum over the parts, or the gate's alone for a gated pair.
+  std::int64_t out_features() const { return out_; }
+  std::int64_t num_bytes() const { return num_bytes_; }
+
+  // x (rows, in) bf16; y (rows, out_features) bf16, or float32 when `y_float32`. A gated pair rounds gate, up,
+  // act(gate) and the product to bf16 each, as separate operations would.
+  void apply(const bf16* x, std::int64_t rows, std::int64_t x_stride, void* y, std::int64_t y_stride, bool y_float32,
+             int num_threads) const;
+
+ private:
+  PackedLinear(std::span<const LinearPart> parts, std::int64_t in_features, bool gated, Activation activation);
+
+  struct Free {
+    void operator()(void* p) const;
+  };
+  std::int64_t in_, out_, pairs_;
+  std::int64_t packed_;  // columns in packed order, a multiple of 16
+  std::int64_t num_bytes_ = 0;
+  bool gated_;
+  Activation activation_;
+  std::unique_ptr<bf16[], Free> weights_;
+  std::unique_ptr<float[], Free> bias_;  // in packed column order, or null
+};
+
+}  // namespace dartspec
