@@ -63,7 +63,9 @@ class Target:
         self.max_positions = int(getattr(self.config, "max_position_embeddings", 0) or 2**31)
         self._layers = _decoder_layers(model, self.num_layers)
         self._decoder = _decoder(model, self._layers)
-        arguments = inspect.signature(model.forward).parameters
+        # an adapted model's own forward takes anything; what it wraps tells the names
+        inner: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+        arguments = inspect.signature(inner.forward).parameters
         self._cache_name = "cache" if "cache" in arguments else "past_key_values"  # renamed in transformers 5.24
         self._trims_logits = "logits_to_keep" in arguments
         implementation = str(self.config._attn_implementation)

@@ -1,0 +1,349 @@
+"""The public face: `load` a model, `generate`, `stream`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dartspec import drafters
+from dartspec.accounting import Metrics
+from dartspec.budget import cached_rows, choose_nodes
+from dartspec.engine import Chunk, Request, generate
+from dartspec.errors import DartspecError
+from dartspec.target.load import LoadedModel, MemoryPlan, cache_dir, from_memory, load_model
+from dartspec.target.target import Target
+from dartspec.text import Text
+from dartspec.types import Drafter, SamplingParams
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+ASSETS = Path(__file__).parent / "assets"
+ROUND_STEPS = 0.2  # draft, search and the loop itself, in plain steps, when the tree size is chosen
+DEFAULT_NODES = 16  # where neither a measurement nor the drafter's record says better
+
+
+@dataclass
+class Result:
+    """One answer.
+
+    ids: new tokens, an end-of-text token included. accepted: for each, whether it had been drafted.
+    finish_reason: "stop" or "length". seed: the one used, so that the text can be had again.
+    log_probs: per token (log-probability, likeliest alternatives) when `logprobs` was asked for.
+    """
+
+    text: str
+    ids: list[int]
+    accepted: list[bool]
+    finish_reason: str
+    metrics: Metrics
+    seed: int
+    num_prompt_tokens: int
+    log_probs: list[tuple[float, list[tuple[int, float]]]] | None = None
+
+
+@dataclass
+class Stream:
+    """An answer as it is written: iterate over it for chunks; `result` once it has ended."""
+
+    _chunks: Iterator[Chunk]
+    _num_prompt_tokens: int
+    _seen: list[Chunk] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for chunk in self._chunks:
+            self._seen.append(chunk)
+            yield chunk
+
+    @property
+    def result(self) -> Result:
+        if not self._seen or not self._seen[-1].finish:
+            raise DartspecError("the stream has not ended: iterate over it first")
+        return _result(self._seen, self._num_prompt_tokens)
+
+
+class LM:
+    """A target with its tokenizer and a drafter. Made by `load`; may be used for any number of requests, one at a time.
+
+    drafter_note: one line on which drafter was chosen and why. nodes: draft tokens a tree may have.
+    """
+
+    def __init__(
+        self, target: Target, text: Text, drafter: Drafter, name: str, note: str, nodes: int, plan: str = ""
+    ) -> None:
+        self.target, self.text, self.drafter, self.nodes = target, text, drafter, nodes
+        self.drafter_name, self.drafter_note = name, note
+        self.fast_note = plan
+
+    # -- generating --------------------------------------------------------------------------------------------------
+
+    def generate(self, prompt: Prompt, **params: Any) -> Result:
+        """One answer to one prompt.
+
+        prompt: text to continue, messages (`[{"role": "user", "content": ...}]`, through the chat template), or ids.
+        params: the fields of `SamplingParams` (temperature, top_p, seed, max_tokens, stop, ...), or `params=` one.
+        """
+        return self.generate_batch([prompt], **params)[0]
+
+    def generate_batch(self, prompts: Sequence[Prompt], *, batch: int = 8, n: int = 1, **params: Any) -> list[Result]:
+        """Answers to several prompts, `batch` sequences at a time; `n` answers each, in order prompt by prompt.
+
+        Each answer is the one its prompt gets alone, whatever its neighbours.
+        """
+        sampling = _params(params)
+        requests = [Request(self.encode(p), sampling, k) for p in prompts for k in range(n)]
+        chunks: list[list[Chunk]] = [[] for _ in requests]
+        for chunk in self.run(requests, batch=batch):
+            chunks[chunk.index].append(chunk)
+        return [_result(c, len(r.prompt)) for c, r in zip(chunks, requests, strict=True)]
+
+    def stream(self, prompt: Prompt, **params: Any) -> Stream:
+        """One answer, chunk by chunk; `chunk.text` holds whole characters."""
+        request = Request(self.encode(prompt), _params(params))
+        return Stream(self.run([request], batch=1), len(request.prompt))
+
+    def run(self, requests: Sequence[Request], *, batch: int = 8) -> Iterator[Chunk]:
+        """The engine's chunks for these requests, with this model's drafter and tree size."""
+        return generate(self.target, self.drafter, requests, text=self.text, num_nodes=self.nodes, batch=max(1, batch))
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt in any of its forms."""
+        if isinstance(prompt, str):
+            if not prompt:
+                raise DartspecError("the prompt is empty: give at least one character")
+            return self.text.encode_prompt(prompt)
+        items = list(prompt)
+        if items and isinstance(items[0], Mapping):
+            return self.text.encode_chat(items)  # type: ignore[arg-type]
+        return [int(i) for i in items]  # type: ignore[call-overload]
+
+    # -- other drafters on the same target ---------------------------------------------------------------------------
+
+    def with_drafter(self, drafter: str | Path | Drafter, *, nodes: int | None = None, index: Any = "auto") -> LM:
+        """The same loaded target with another drafter; nothing is loaded twice."""
+        made, name, note = _resolve(drafter, self.target, index)
+        return LM(self.target, self.text, made, name, note, self.nodes if nodes is None else nodes, self.fast_note)
+
+    # -- transformers' generate ----------------------------------------------------------------------------------------
+
+    def custom_generate(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        *,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        attention_mask: Tensor | None = None,
+        **_model_kwargs: Any,
+    ) -> Tensor:
+        """For `model.generate(ids, custom_generate=lm.custom_generate, ...)`: transformers prepares, we decode.
+
+        Its logits processors and warpers run on every node's own path, its end-of-text ids and lengths apply, and
+        `torch.manual_seed` seeds the noise. Beam search, scores and further stopping criteria are refused.
+        """
+        c = generation_config
+        for name, plain in (("num_beams", 1), ("num_return_sequences", 1), ("return_dict_in_generate", False)):
+            if (found := getattr(c, name, None) or plain) != plain:
+                raise DartspecError(f"custom_generate cannot do {name}={found}; leave it at {plain}")
+        known = {"MaxLengthCriteria", "EosTokenCriteria"}
+        other = [type(s).__name__ for s in stopping_criteria or () if type(s).__name__ not in known]
+        if other:
+            raise DartspecError(f"custom_generate cannot apply {other[0]}; use max_new_tokens and eos_token_id")
+        eos = getattr(c, "_eos_token_tensor", None)
+        seed = int(torch.randint(2**62, ()))
+        params = SamplingParams(
+            temperature=1.0 if c.do_sample else 0.0,
+            processors=tuple(logits_processor or ()),
+            seed=seed,
+            max_tokens=int(c.max_length) - input_ids.shape[1],
+            stop_token_ids=() if eos is None else tuple(int(i) for i in eos.flatten()),
+            ignore_eos=True,
+        )
+        padded = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        rows = [ids[mask.bool()] for ids, mask in zip(input_ids, padded, strict=True)]
+        answers: list[list[int]] = [[] for _ in rows]
+        requests = [Request(r.tolist(), params, i) for i, r in enumerate(rows)]
+        for chunk in generate(self.target, self.drafter, requests, num_nodes=self.nodes, batch=len(rows)):
+            answers[chunk.index] += chunk.ids
+        longest = max(map(len, answers))
+        pad = getattr(c, "_pad_token_tensor", None)
+        filler = int(pad) if pad is not None else params.stop_token_ids[0] if params.stop_token_ids else 0
+        tail = [a + [filler] * (longest - len(a)) for a in answers]
+        return torch.cat([input_ids, torch.tensor(tail, device=input_ids.device, dtype=input_ids.dtype)], dim=1)
+
+
+def load(
+    model: str | Path | Any = None,
+    tokenizer: Any = None,
+    *,
+    drafter: str | Path | Drafter = "auto",
+    index: str | Path | None = "auto",
+    nodes: int | str = "auto",
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    threads: int | None = None,
+    fast: bool = True,
+    on_plan: Callable[[MemoryPlan], None] | None = None,
+) -> LM:
+    """Loads a target and a drafter for it.
+
+    model:   a folder, a hub id, a GGUF file, None for the embedded default, or a model in memory with its `tokenizer`
+             (adapted, quantised, split over devices: taken as it is and left as it is).
+    drafter: a method ("dart", "prompt_lookup", "none", ...), a folder of trained weights, a `Drafter`, or "auto": the
+             drafter shipped or found for this target, else copies from the text.
+    index:   "auto" for the one beside the drafter, a file, or None for no n-gram index.
+    nodes:   draft tokens a tree may have, or "auto": measured once on this machine and remembered.
+    threads: CPU threads; None leaves torch's setting. fast: use our CPU kernels where they apply (bfloat16).
+    on_plan: called with the memory needed and free before anything large is read.
+
+    Raises DartspecError in one sentence for whatever cannot be found, read, served or fitted.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if tokenizer is not None or isinstance(model, torch.nn.Module):
+        if tokenizer is None:
+            raise DartspecError("a model in memory needs its tokenizer: load(model, tokenizer)")
+        loaded = from_memory(model, tokenizer)
+    else:
+        loaded = load_model(
+            model,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            on_plan=on_plan,
+        )
+    text = Text(loaded.tokenizer)
+    note = _speed_up(loaded) if fast else "own kernels: off"
+    target = Target(
+        loaded.model,
+        text.num_tokens,
+        text.eos_token_ids(getattr(loaded.model, "generation_config", None)),
+        loaded.name,
+        text.fingerprint,
+        loaded.weights_fingerprint,
+    )
+    made, name, drafter_note = _resolve(drafter, target, index)
+    count = _nodes(nodes, target, made)
+    return LM(target, text, made, name, drafter_note, count, note)
+
+
+def _params(params: dict[str, Any]) -> SamplingParams:
+    """`params=SamplingParams(...)`, or its fields as keywords."""
+    given = params.pop("params", None)
+    if given is not None:
+        if params:
+            raise DartspecError(f"give params= or {sorted(params)[0]}=, not both")
+        if not isinstance(given, SamplingParams):
+            raise DartspecError(f"params is a {type(given).__name__}; it must be a SamplingParams")
+        return given
+    known = SamplingParams.__dataclass_fields__
+    unknown = sorted(set(params) - set(known))
+    if unknown:
+        raise DartspecError(f"unknown parameter {unknown[0]!r}; there are: {', '.join(known)}")
+    return SamplingParams(**params)
+
+
+def _result(chunks: Sequence[Chunk], num_prompt_tokens: int) -> Result:
+    last = chunks[-1]
+    log_probs = None
+    if last.log_probs is not None:
+        log_probs = [entry for c in chunks for entry in c.log_probs or ()]
+    return Result(
+        text="".join(c.text for c in chunks),
+        ids=[i for c in chunks for i in c.ids],
+        accepted=[k < c.num_accepted for c in chunks for k in range(len(c.ids))],
+        finish_reason=last.finish or "",
+        metrics=last.metrics,
+        seed=last.seed,
+        num_prompt_tokens=num_prompt_tokens,
+        log_probs=log_probs,
+    )
+
+
+def _speed_up(loaded: LoadedModel) -> str:
+    """Our CPU kernels, for models that we loaded ourselves; a caller's model is left as it is."""
+    if not loaded.owned:
+        return "own kernels: not used on a model in memory"
+    from dartspec.target.fast import accelerate
+
+    return str(accelerate(loaded.model))
+
+
+def _resolve(wanted: str | Path | Drafter, target: Target, index: str | Path | None) -> tuple[Drafter, str, str]:
+    """The drafter, its name, and a line on why it was chosen."""
+    if not isinstance(wanted, str | Path):
+        return wanted, type(wanted).__name__, f"drafter {type(wanted).__name__}, as given"
+    folder = Path(wanted)
+    if wanted == "auto":
+        if (found := _shipped(target)) is not None:
+            return _trained(found, target, index), _method(found), f"drafter {_method(found)}, trained for this model"
+        made = drafters.get("prompt_lookup")
+        note = "drafter prompt_lookup (copies from the text): no drafter trained for this model was found"
+        return made.load(made.Config(), target), "prompt_lookup", note
+    if (folder / "config.json").exists():
+        return _trained(folder, target, index), _method(folder), f"drafter {_method(folder)} from {folder}"
+    if os.sep in str(wanted):
+        raise DartspecError(f"{wanted} is no drafter: it has no config.json; give a trained drafter's folder")
+    module = drafters.get(str(wanted))
+    try:
+        config = module.Config()
+    except TypeError:  # the method has weights: its Config has fields without defaults
+        found = _shipped(target, module.__name__.rpartition(".")[2])
+        if found is None:
+            raise DartspecError(
+                f"no {wanted} drafter for {target.name} was found: train one (`dartspec train`) and give its folder"
+            ) from None
+        return _trained(found, target, index), str(wanted), f"drafter {wanted}, trained for this model"
+    return module.load(config, target), str(wanted), f"drafter {wanted}"
+
+
+def _shipped(target: Target, method: str | None = None) -> Path | None:
+    """The folder in the package whose drafter was trained for this target, or for one it was fine-tuned from."""
+    for path in sorted(ASSETS.glob("*/config.json")):
+        c = json.loads(path.read_text())
+        fits = c.get("tokenizer_fingerprint") == target.tokenizer_fingerprint and (
+            c.get("target_hidden_size"),
+            c.get("num_target_layers"),
+        ) == (target.hidden_size, target.num_layers)
+        if fits and method in (None, c.get("method")):
+            return path.parent
+    return None
+
+
+def _method(folder: Path) -> str:
+    """The method a drafter folder was trained with."""
+    try:
+        return str(json.loads((folder / "config.json").read_text()).get("method", "dart"))
+    except json.JSONDecodeError as error:
+        raise DartspecError(f"{folder / 'config.json'} is not JSON ({error}); it may be half-written") from error
+
+
+def _trained(folder: Path, target: Target, index: str | Path | None) -> Drafter:
+    module = drafters.get(_method(folder))
+    beside = folder / "index.ngram"
+    path = (beside if beside.exists() else None) if index == "auto" else index
+    return module.load(folder, target, index=path)  # type: ignore[no-any-return]
+
+
+def _nodes(wanted: int | str, target: Target, drafter: Drafter) -> int:
+    """The tree size: as asked, or the best for this machine's measured forward times and the drafter's record."""
+    if wanted != "auto":
+        if isinstance(wanted, str) or not 0 <= wanted <= 512:
+            raise DartspecError(f"nodes is {wanted!r}; it must be 'auto' or in [0, 512]")
+        return wanted
+    record: Mapping[str, float] = getattr(getattr(drafter, "config", None), "acceptance", None) or {}
+    if not record:
+        return DEFAULT_NODES
+    key = f"{target.weights_fingerprint}-{target.dtype}-{target.device.type}-{torch.get_num_threads()}".replace(".", "")
+    times = cached_rows(target, cache_dir(), key)
+    expected = {0: 1.0, **{int(n): m for n, m in record.items()}}
+    return choose_nodes(times, expected, round_ms=ROUND_STEPS * times[min(times)])
