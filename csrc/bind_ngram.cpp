@@ -74,6 +74,7 @@ nb::dict info(const NgramIndex& index) {
 }  // namespace
 
 void bind_ngram(nb::module_& m) {
+  nb::set_leak_warnings(false);  // an index kept by a module until the interpreter ends is no fault
   nb::register_exception_translator(translate);
 
   nb::class_<NgramIndex>(m, "NgramIndex", "A mapped or in-memory n-gram index; see dartspec.ngram.NgramIndex.")

@@ -113,9 +113,10 @@ def _parsed(line: str, where: str) -> list[str | NDArray[np.int32]]:
         raise DartspecError(f"{where} has the keys {sorted(record)}, expected exactly one of {', '.join(_RECORD_KEYS)}")
     value = record[keys[0]]
     if keys[0] == "messages" and isinstance(value, list):
-        turns = [turn.get("content") if isinstance(turn, dict) else None for turn in value]
-        if all(isinstance(turn, str) for turn in turns):
-            return turns
+        turns = [turn.get("content") for turn in value if isinstance(turn, dict)]
+        texts: list[str | NDArray[np.int32]] = [turn for turn in turns if isinstance(turn, str)]
+        if len(texts) == len(value):
+            return texts
     if keys[0] == "response" and isinstance(value, list):
         try:
             return [as_ids(value)]
