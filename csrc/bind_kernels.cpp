@@ -90,9 +90,36 @@ void bind_linear(nb::module_& m) {
           "the other rows or the threads.");
 }
 
+using Strides = std::array<std::int64_t, 3>;
+
+void bind_attention(nb::module_& m) {
+  m.def(
+      "attention",
+      [](Address q, Address k, Address v, Address mask, Address out, std::array<std::int64_t, 7> sizes,
+         Strides q_stride, Strides k_stride, Strides v_stride, Strides mask_stride, Strides out_stride, float scale,
+         float softcap, bool causal, bool is_float32, int num_threads) {
+        if (!dartspec::kernels_supported()) throw std::runtime_error("the attention kernel needs AVX512_BF16");
+        nb::gil_scoped_release release;
+        const auto [batch, heads, kv_heads, rows, keys, dim, value_dim] = sizes;
+        dartspec::attention({reinterpret_cast<const void*>(q), reinterpret_cast<const void*>(k),
+                             reinterpret_cast<const void*>(v), reinterpret_cast<const std::uint8_t*>(mask),
+                             reinterpret_cast<void*>(out), batch, heads, kv_heads, rows, keys, dim, value_dim, q_stride,
+                             k_stride, v_stride, mask_stride, out_stride, scale, softcap, causal, is_float32,
+                             num_threads});
+      },
+      "q"_a, "k"_a, "v"_a, "mask"_a, "out"_a, "sizes"_a, "q_stride"_a, "k_stride"_a, "v_stride"_a, "mask_stride"_a,
+      "out_stride"_a, "scale"_a, "softcap"_a, "causal"_a, "is_float32"_a, "num_threads"_a,
+      "softmax(scale q k^T) v over the keys that the mask allows; a row's bits depend on their sequence only.\n\n"
+      "q (B, H, N, D), k (B, Hkv, K, D), v (B, Hkv, K, Dv), out (B, H, N, Dv): addresses, bf16 or float32; mask\n"
+      "(B, H, N, K) bool address or 0. sizes = (B, H, Hkv, N, K, D, Dv); strides by batch, head and row or key, in\n"
+      "elements (0 broadcasts); the last dimension is contiguous. softcap 0: none. causal: without a mask, row n sees\n"
+      "the keys up to K - N + n.");
+}
+
 }  // namespace
 
 void bind_kernels(nb::module_& m) {
   bind_noise(m);
   bind_linear(m);
+  bind_attention(m);
 }

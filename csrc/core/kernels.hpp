@@ -5,6 +5,7 @@
 // bfloat16 values are passed as their 16 bits. Strides count elements. Nothing here allocates the caller's buffers.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -63,5 +64,26 @@ class PackedLinear {
   std::unique_ptr<bf16[], Free> weights_;
   std::unique_ptr<float[], Free> bias_;  // in packed column order, or null
 };
+
+// Attention over a cache. Tensors may be strided in all dimensions but the last, which is contiguous.
+struct AttentionArgs {
+  const void* q;              // (batch, heads, rows, dim)
+  const void* k;              // (batch, kv_heads, keys, dim)
+  const void* v;              // (batch, kv_heads, keys, value_dim)
+  const std::uint8_t* mask;   // (batch, heads, rows, keys), nonzero = may be seen; strides of 0 broadcast; or null
+  void* out;                  // (batch, heads, rows, value_dim)
+  std::int64_t batch, heads, kv_heads, rows, keys, dim, value_dim;
+  std::array<std::int64_t, 3> q_stride, k_stride, v_stride, mask_stride, out_stride;  // batch, head, row or key
+  float scale;
+  float softcap;  // scores become softcap * tanh(score / softcap); 0: none
+  bool causal;    // without a mask: row n sees the keys up to keys - rows + n
+  bool is_float32;
+  int num_threads;
+};
+
+// out = softmax(scale q k^T over the keys that a row may see) v, float32 inside, rounded once.
+// A row's result depends on its query and on the *sequence* of the keys and values that it may see, in ascending order:
+// not on where they lie, nor on the other rows, nor on the unseen keys' contents. A row that sees nothing gives zeros.
+void attention(const AttentionArgs& args);
 
 }  // namespace dartspec

@@ -41,28 +41,6 @@ bool kernels_supported() {
   return supported;
 }
 
-namespace simd {
-namespace {
-
-template <int NZ, int... R>
-constexpr std::array<DotPairs, sizeof...(R)> row_kernels(std::integer_sequence<int, R...>) {
-  return {&dot_pairs<R + 1, NZ>...};
-}
-
-template <int NZ>
-DotPairs pick(int rows) {
-  static constexpr auto kernels = row_kernels<NZ>(std::make_integer_sequence<int, max_rows(NZ)>{});
-  return kernels[static_cast<std::size_t>(rows - 1)];
-}
-
-}  // namespace
-
-DotPairs dot_pairs_for(int rows, int nz) {
-  return nz == 1 ? pick<1>(rows) : nz == 2 ? pick<2>(rows) : nz == 3 ? pick<3>(rows) : pick<4>(rows);
-}
-
-}  // namespace simd
-
 namespace {
 
 using namespace simd;
@@ -149,6 +127,13 @@ DARTSPEC_SIMD_INLINE void finish_row(const Job& job, const Unit& unit, std::int6
   }
 }
 
+DotWords<bf16> dot_words_for_unit(int rows, int nz) {
+  return nz == 1   ? dot_words_for<bf16, 1>(rows)
+         : nz == 2 ? dot_words_for<bf16, 2>(rows)
+         : nz == 3 ? dot_words_for<bf16, 3>(rows)
+                   : dot_words_for<bf16, 4>(rows);
+}
+
 // All rows of one unit; `next` is read ahead meanwhile, spread over the row blocks.
 DARTSPEC_SIMD void run_unit(const Job& job, const Unit& unit, const Unit& next, float* scratch) {
   const std::int64_t most = max_rows(unit.nz), num_blocks = (job.rows + most - 1) / most;
@@ -164,7 +149,7 @@ DARTSPEC_SIMD void run_unit(const Job& job, const Unit& unit, const Unit& next, 
       const int line = static_cast<int>(b * ahead.nz / num_blocks);
       const int lines = static_cast<int>((b + 1) * ahead.nz / num_blocks) - line;
       float* acc = one_pass ? local : scratch + row * kPanel;
-      dot_pairs_for(static_cast<int>(end - row), unit.nz)(
+      dot_words_for_unit(static_cast<int>(end - row), unit.nz)(
           unit.weights + first * unit.step, unit.step, pairs, job.x + row * job.x_stride + 2 * first, job.x_stride, acc,
           first == 0, lines == 0 ? Ahead{} : Ahead{ahead.weights + 32 * line, ahead.step, lines});
       if (!last) continue;

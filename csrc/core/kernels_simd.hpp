@@ -5,12 +5,15 @@
 
 #include <immintrin.h>
 
+#include <array>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "kernels.hpp"
 
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's own headers, bug 105593
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wignored-attributes"
 
 #define DARTSPEC_SIMD [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")]]
@@ -81,29 +84,40 @@ struct Ahead {
   int lines = 0;
 };
 
-// out[r][16 z + lane] (+)= sum over pairs p, ascending, of x[r][2p .. 2p+1] . w[p][z][lane][0 .. 1].
-// w: `step` elements from pair to pair; x: R rows of bf16; out: R rows of kPanel floats, read first unless `fresh`.
-template <int R, int NZ>
-DARTSPEC_SIMD void dot_pairs(const bf16* w, std::int64_t step, std::int64_t pairs, const bf16* x,
-                             std::int64_t x_stride, float* out, bool fresh, Ahead ahead) {
+// Words of 32 bits hold a pair of bf16 inputs, or one float32 input.
+template <class T>
+constexpr int kPerWord = 4 / sizeof(T);
+
+// out[r][16 z + lane] (+)= sum over words p, ascending, of x[r][word p] . w[p][z][lane].
+// w: `step` elements from word to word; x: R rows; out: R rows of kPanel floats, read first unless `fresh`.
+template <class T, int R, int NZ>
+DARTSPEC_SIMD void dot_words(const T* w, std::int64_t step, std::int64_t words, const T* x, std::int64_t x_stride,
+                             float* out, bool fresh, Ahead ahead) {
   __m512 acc[R][NZ];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
     for (int z = 0; z < NZ; ++z) acc[r][z] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(out + r * kPanel + 16 * z);
   }
-  for (std::int64_t p = 0; p < pairs; ++p, w += step, ahead.at += ahead.step) {
+  for (std::int64_t p = 0; p < words; ++p, w += step, ahead.at += ahead.step) {
     for (int i = 0; i < ahead.lines; ++i) _mm_prefetch(ahead.at + 32 * i, _MM_HINT_T1);
-    __m512bh weight[NZ];
+    __m512i weight[NZ];
 #pragma GCC unroll 4
-    for (int z = 0; z < NZ; ++z) weight[z] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(w + 32 * z));
+    for (int z = 0; z < NZ; ++z) weight[z] = _mm512_loadu_si512(w + 16 * kPerWord<T> * z);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
-      int pair;
-      std::memcpy(&pair, x + r * x_stride + 2 * p, sizeof pair);
-      const __m512bh value = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+      int word;
+      std::memcpy(&word, x + r * x_stride + kPerWord<T> * p, sizeof word);
+      const __m512i value = _mm512_set1_epi32(word);
 #pragma GCC unroll 4
-      for (int z = 0; z < NZ; ++z) acc[r][z] = _mm512_dpbf16_ps(acc[r][z], weight[z], value);
+      for (int z = 0; z < NZ; ++z) {
+        if constexpr (sizeof(T) == 2) {
+          acc[r][z] = _mm512_dpbf16_ps(acc[r][z], reinterpret_cast<__m512bh>(weight[z]),
+                                       reinterpret_cast<__m512bh>(value));
+        } else {
+          acc[r][z] = _mm512_fmadd_ps(_mm512_castsi512_ps(weight[z]), _mm512_castsi512_ps(value), acc[r][z]);
+        }
+      }
     }
   }
 #pragma GCC unroll 12
@@ -113,11 +127,22 @@ DARTSPEC_SIMD void dot_pairs(const bf16* w, std::int64_t step, std::int64_t pair
   }
 }
 
-using DotPairs = void (*)(const bf16*, std::int64_t, std::int64_t, const bf16*, std::int64_t, float*, bool, Ahead);
+template <class T>
+using DotWords = void (*)(const T*, std::int64_t, std::int64_t, const T*, std::int64_t, float*, bool, Ahead);
 
-// The micro-kernel for 1..max_rows(nz) rows and 1..4 registers of outputs.
 constexpr int max_rows(int nz) { return nz <= 2 ? 12 : nz == 3 ? 8 : 6; }
-DotPairs dot_pairs_for(int rows, int nz);
+
+template <class T, int NZ, int... R>
+constexpr std::array<DotWords<T>, sizeof...(R)> row_kernels(std::integer_sequence<int, R...>) {
+  return {&dot_words<T, R + 1, NZ>...};
+}
+
+// The micro-kernel for 1..max_rows(NZ) rows.
+template <class T, int NZ>
+DotWords<T> dot_words_for(int rows) {
+  static constexpr auto kernels = row_kernels<T, NZ>(std::make_integer_sequence<int, max_rows(NZ)>{});
+  return kernels[static_cast<std::size_t>(rows - 1)];
+}
 
 }  // namespace dartspec::simd
 
