@@ -2,9 +2,9 @@
 
     python benchmarks/plain.py MODEL_FOLDER --prompts 6 --compiled --out docs/results/plain.json
 
-All forms answer the same prompts in turn (A B C D, A B C D ...), greedy, exactly `--max-tokens` new tokens (end-of-text
-is ignored), bf16. The ratio is taken prompt by prompt on decoding time; the prefill is timed apart and left out. Prints a
-table; the last line is one JSON object with provenance.
+All forms answer the same prompts in turn (A B C D, A B C D ...), greedy, exactly `--max-tokens` new tokens
+(end-of-text is ignored), bf16. The ratio is taken prompt by prompt on decoding time; the prefill is timed apart and
+left out. Prints a table; the last line is one JSON object with provenance.
 """
 
 from __future__ import annotations

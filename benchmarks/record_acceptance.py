@@ -2,8 +2,8 @@
 
     python benchmarks/record_acceptance.py DRAFTER_FOLDER --per-set 6 --write
 
-`dartspec` picks a tree size for the machine from this record and from measured forward times. Greedy, loops cut, on the last
-prompts of each set in benchmarks/prompts (the tables use the first ones).
+`dartspec` picks a tree size for the machine from this record and from measured forward times. Greedy, loops cut, on
+the last prompts of each set in benchmarks/prompts (the tables use the first ones).
 """
 
 from __future__ import annotations

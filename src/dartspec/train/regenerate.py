@@ -2,9 +2,9 @@
 
     python -m dartspec.train.regenerate prompts/*.jsonl --out answers.jsonl --temperatures 0,0.7
 
-Prompts are lines of {"id", "turns": [user turn, ...]}; the first turn is asked. One line an answer comes out, as soon as
-it ends: {"id", "temperature", "prompt": ids, "response": ids}. Started again with the same output, it goes on where it
-was.
+Prompts are lines of {"id", "turns": [user turn, ...]}; the first turn is asked. One line an answer comes out, as
+soon as it ends: {"id", "temperature", "prompt": ids, "response": ids}. Started again with the same output, it goes
+on where it was.
 """
 
 from __future__ import annotations
