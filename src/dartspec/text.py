@@ -190,8 +190,6 @@ class Text:
         for part in self._decoder_parts:
             if part["type"] not in _GROWING_DECODERS:
                 return False
-            if part["type"] == "Strip" and part.get("stop"):
-                return False
             if part["type"] == "Replace" and fused:  # may match across two tokens
                 return False
             fused = fused or part["type"] == "Fuse"

@@ -487,10 +487,9 @@ def _read_weights(found: _Found, config: Any, dtype: torch.dtype, trust: bool, a
     if attention is None:
         attention = attention_for(config)
     if attention == "dartspec":
-        if importlib.util.find_spec("dartspec.target.attention") is None:
-            attention = "sdpa"
-        else:
-            importlib.import_module("dartspec.target.attention").register()
+        from dartspec.target.attention import register
+
+        register()
     options: dict[str, Any] = {"attn_implementation": attention}
     if found.gguf_file is not None:
         options["gguf_file"] = found.gguf_file
