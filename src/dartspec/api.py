@@ -25,6 +25,7 @@ from dartspec.types import Drafter, SamplingParams
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 ASSETS = Path(__file__).parent / "assets"
 ROUND_STEPS = 0.2  # draft, search and the loop itself, in plain steps, when the tree size is chosen
+PROBE_TOKENS = 8  # ids of the forward that our CPU kernels are tried on
 DEFAULT_NODES = 16  # where neither a measurement nor the drafter's record says better
 
 
@@ -59,6 +60,11 @@ class Stream:
         for chunk in self._chunks:
             self._seen.append(chunk)
             yield chunk
+
+    def close(self) -> None:
+        """Stops the answer where it is and makes the drafter forget it, at once."""
+        if (close := getattr(self._chunks, "close", None)) is not None:
+            close()
 
     @property
     def result(self) -> Result:
@@ -207,7 +213,11 @@ def load(
     Raises DartspecError in one sentence for whatever cannot be found, read, served or fitted.
     """
     if threads is not None:
+        if threads < 1:
+            raise DartspecError(f"threads is {threads}; it must be 1 or more")
         torch.set_num_threads(threads)
+    if device is not None:
+        device = checked_device(device)
     if tokenizer is not None or isinstance(model, torch.nn.Module):
         if tokenizer is None:
             raise DartspecError("a model in memory needs its tokenizer: load(model, tokenizer)")
@@ -234,6 +244,17 @@ def load(
     made, name, drafter_note = _resolve(drafter, target, index)
     count = _nodes(nodes, target, made)
     return LM(target, text, made, name, drafter_note, count, note)
+
+
+def checked_device(wanted: str | torch.device) -> torch.device:
+    """The device meant, or one sentence where torch does not know it or the machine does not have it."""
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise DartspecError(f"device {wanted!r} is not known: it must be cpu, cuda, cuda:1, ...") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise DartspecError(f"device {device} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
+    return device
 
 
 def _params(params: dict[str, Any]) -> SamplingParams:
@@ -275,7 +296,9 @@ def _speed_up(loaded: LoadedModel) -> str:
         return "own kernels: not used on a model in memory"
     from dartspec.target.fast import accelerate
 
-    return str(accelerate(loaded.model))
+    num_ids = loaded.model.get_input_embeddings().weight.shape[0]
+    probe = (torch.arange(PROBE_TOKENS) * 31 + 3)[None] % num_ids
+    return accelerate(loaded.model, probe, torch.get_num_threads()).reason
 
 
 def _resolve(wanted: str | Path | Drafter, target: Target, index: str | Path | None) -> tuple[Drafter, str, str]:
