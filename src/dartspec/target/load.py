@@ -208,7 +208,7 @@ def servable(config: Any, model_class: type | None = None) -> str | None:
         return f"{kind} uses ALiBi, which takes positions from the cache, not from position ids, so a tree's are wrong"
     if model_class is not None:
         arguments = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
-        if "position_ids" not in arguments and "kwargs" not in arguments:
+        if "input_ids" in arguments and "position_ids" not in arguments:
             return f"{kind} takes no position ids, so the nodes of a tree cannot be placed"
     return None
 
@@ -490,7 +490,8 @@ def _read_weights(found: _Found, config: Any, dtype: torch.dtype, trust: bool, a
         from dartspec.target.attention import register
 
         register()
-    options: dict[str, Any] = {"attn_implementation": attention}
+    # mismatched sizes are "ignored" so that `_check_complete` can name them; transformers' own refusal does not
+    options: dict[str, Any] = {"attn_implementation": attention, "ignore_mismatched_sizes": True}
     if found.gguf_file is not None:
         options["gguf_file"] = found.gguf_file
         with contextlib.suppress(ImportError):  # older versions expand without being told
