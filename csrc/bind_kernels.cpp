@@ -87,7 +87,53 @@ void bind_linear(nb::module_& m) {
           },
           "x"_a, "rows"_a, "x_stride"_a, "y"_a, "y_stride"_a, "y_float32"_a, "num_threads"_a,
           "y = x W^T + b: x (rows, in) bf16, y (rows, out_features) bf16 or float32. A row's result does not depend on\n"
-          "the other rows or the threads.");
+          "the other rows or the threads.")
+      .def(
+          "unpack",
+          [](const PackedLinear& self, std::int64_t part, Address weight) {
+            nb::gil_scoped_release release;
+            self.unpack(part, reinterpret_cast<dartspec::bf16*>(weight));
+          },
+          "part"_a, "weight"_a, "Write the part's weight back as (out, in) bf16, contiguous.");
+  m.def(
+      "gated_mlp",
+      [](const PackedLinear& gate_up, const PackedLinear& down, Address x, std::int64_t rows, std::int64_t x_stride,
+         Address y, std::int64_t y_stride, int num_threads) {
+        nb::gil_scoped_release release;
+        dartspec::gated_mlp(gate_up, down, reinterpret_cast<const dartspec::bf16*>(x), rows, x_stride,
+                            reinterpret_cast<dartspec::bf16*>(y), y_stride, num_threads);
+      },
+      "gate_up"_a, "down"_a, "x"_a, "rows"_a, "x_stride"_a, "y"_a, "y_stride"_a, "num_threads"_a,
+      "y = down(act(gate(x)) * up(x)), all bf16; gate_up is a `PackedLinear.gated`.");
+  m.def(
+      "rms_norm",
+      [](Address x, std::int64_t rows, std::int64_t x_stride, std::int64_t size, Address weight, float eps, int kind,
+         Address y, std::int64_t y_stride) {
+        if (!dartspec::kernels_supported()) throw std::runtime_error("the norm kernel needs AVX512_BF16");
+        nb::gil_scoped_release release;
+        dartspec::rms_norm(reinterpret_cast<const dartspec::bf16*>(x), rows, x_stride, size,
+                           reinterpret_cast<const dartspec::bf16*>(weight), eps, static_cast<dartspec::NormKind>(kind),
+                           reinterpret_cast<dartspec::bf16*>(y), y_stride);
+      },
+      "x"_a, "rows"_a, "x_stride"_a, "size"_a, "weight"_a, "eps"_a, "kind"_a, "y"_a, "y_stride"_a,
+      "RMSNorm of bf16 rows. kind: 0 round, then scale (Llama), 1 scale, then round (OLMo 2), 2 scale by 1 + w (Gemma).");
+  m.def(
+      "prepare_heads",
+      [](Address heads, std::array<std::int64_t, 6> sizes, Address cos, Address sin, std::int64_t cos_rows,
+         Address q_norm, Address k_norm, float eps, int kind) {
+        if (!dartspec::kernels_supported()) throw std::runtime_error("the head kernel needs AVX512_BF16");
+        nb::gil_scoped_release release;
+        using dartspec::bf16;
+        const auto [rows, stride, q_heads, k_heads, dim, rotary] = sizes;
+        dartspec::prepare_heads({reinterpret_cast<bf16*>(heads), rows, stride, q_heads, k_heads, dim, rotary,
+                                 reinterpret_cast<const bf16*>(cos), reinterpret_cast<const bf16*>(sin), cos_rows,
+                                 reinterpret_cast<const bf16*>(q_norm), reinterpret_cast<const bf16*>(k_norm), eps,
+                                 static_cast<dartspec::NormKind>(kind)});
+      },
+      "heads"_a, "sizes"_a, "cos"_a, "sin"_a, "cos_rows"_a, "q_norm"_a, "k_norm"_a, "eps"_a, "kind"_a,
+      "In place on bf16 rows that begin with (q_heads + k_heads) * dim values: optional RMSNorm of each head (weight\n"
+      "addresses or 0), then rotary embedding by halves. sizes = (rows, stride, q_heads, k_heads, dim, rotary); cos and\n"
+      "sin (cos_rows, rotary) bf16, row r takes r % cos_rows.");
 }
 
 using Strides = std::array<std::int64_t, 3>;

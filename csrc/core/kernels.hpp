@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <vector>
 
 namespace dartspec {
 
@@ -45,6 +46,9 @@ class PackedLinear {
   std::int64_t out_features() const { return out_; }
   std::int64_t num_bytes() const { return num_bytes_; }
 
+  // Writes the weight of the part as it was given: (out, in) bf16, contiguous.
+  void unpack(std::int64_t part, bf16* weight) const;
+
   // x (rows, in) bf16; y (rows, out_features) bf16, or float32 when `y_float32`. A gated pair rounds gate, up,
   // act(gate) and the product to bf16 each, as separate operations would.
   void apply(const bf16* x, std::int64_t rows, std::int64_t x_stride, void* y, std::int64_t y_stride, bool y_float32,
@@ -53,17 +57,54 @@ class PackedLinear {
  private:
   PackedLinear(std::span<const LinearPart> parts, std::int64_t in_features, bool gated, Activation activation);
 
+  struct Place {
+    std::int64_t part, row;  // row may lie beyond the part: padding
+  };
+  Place place(std::int64_t packed_column) const;
+  bf16* column(std::int64_t packed_column, std::int64_t* step) const;
+
   struct Free {
     void operator()(void* p) const;
   };
   std::int64_t in_, out_, pairs_;
   std::int64_t packed_;  // columns in packed order, a multiple of 16
   std::int64_t num_bytes_ = 0;
+  std::vector<std::int64_t> part_sizes_;
   bool gated_;
   Activation activation_;
   std::unique_ptr<bf16[], Free> weights_;
   std::unique_ptr<float[], Free> bias_;  // in packed column order, or null
 };
+
+// down(act(gate(x)) * up(x)): x (rows, gate_up.in_features) to y (rows, down.out_features), bf16.
+void gated_mlp(const PackedLinear& gate_up, const PackedLinear& down, const bf16* x, std::int64_t rows,
+               std::int64_t x_stride, bf16* y, std::int64_t y_stride, int num_threads);
+
+// How a model's RMSNorm rounds; all take the mean of squares in float32.
+enum class NormKind : int {
+  kRoundThenScale = 0,  // bf16(bf16(x / rms) * w): Llama
+  kScaleOnce = 1,       // bf16(x / rms * w): OLMo 2
+  kScaleOnePlus = 2,    // bf16(x / rms * (1 + w)): Gemma
+};
+
+// Rows of x (rows, size) to y, bf16; the sum of squares in one fixed order of lanes.
+void rms_norm(const bf16* x, std::int64_t rows, std::int64_t x_stride, std::int64_t size, const bf16* weight, float eps,
+              NormKind kind, bf16* y, std::int64_t y_stride);
+
+// Queries and keys made ready in place: optional RMSNorm over each head (null: none), then rotary embedding of the first
+// `rotary` of `dim` values, halves rotated against each other, every product and sum rounded to bf16 as separate
+// operations would. heads: the row's first (q_heads + k_heads) * dim values; what follows (values) is left alone.
+// cos, sin: (cos_rows, rotary) bf16, row r takes r % cos_rows.
+struct HeadArgs {
+  bf16* heads;
+  std::int64_t rows, stride, q_heads, k_heads, dim, rotary;
+  const bf16 *cos, *sin;
+  std::int64_t cos_rows;
+  const bf16 *q_norm, *k_norm;
+  float eps;
+  NormKind kind;
+};
+void prepare_heads(const HeadArgs& args);
 
 // Attention over a cache. Tensors may be strided in all dimensions but the last, which is contiguous.
 struct AttentionArgs {

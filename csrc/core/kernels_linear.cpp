@@ -185,6 +185,7 @@ PackedLinear::PackedLinear(std::span<const LinearPart> parts, std::int64_t in_fe
   bool any_bias = false;
   for (const LinearPart& part : parts) {
     sum += part.out;
+    part_sizes_.push_back(part.out);
     any_bias = any_bias || part.bias != nullptr;
   }
   if (gated && (parts.size() != 2 || parts[0].out != parts[1].out)) {
@@ -196,25 +197,49 @@ PackedLinear::PackedLinear(std::span<const LinearPart> parts, std::int64_t in_fe
   weights_.reset(static_cast<bf16*>(allocate(static_cast<std::size_t>(num_bytes_))));
   if (any_bias) bias_.reset(static_cast<float*>(allocate(static_cast<std::size_t>(packed_) * sizeof(float))));
 
-  for (std::int64_t column = 0; column < packed_; ++column) {
-    // The part and row that this packed column holds; a gated pair alternates every 16 columns.
-    std::int64_t row = gated ? column / 32 * 16 + column % 16 : column;
-    std::size_t which = gated ? static_cast<std::size_t>(column / 16 % 2) : 0;
-    while (!gated && which + 1 < parts.size() && row >= parts[which].out) row -= parts[which++].out;
-    const LinearPart& part = parts[which];
-    const bf16* source = row < part.out ? part.weight + row * part.stride : nullptr;
-
-    const std::int64_t panel = column / kPanel, nz = std::min<std::int64_t>(4, (packed_ - panel * kPanel) / 16);
-    bf16* to = weights_.get() + panel * kPanel * 2 * pairs_ + 2 * (column % kPanel);
-    for (std::int64_t p = 0; p < pairs_; ++p, to += 32 * nz) {
+  for (std::int64_t c = 0; c < packed_; ++c) {
+    const Place at = place(c);
+    const LinearPart& part = parts[static_cast<std::size_t>(at.part)];
+    const bf16* source = at.row < part.out ? part.weight + at.row * part.stride : nullptr;
+    std::int64_t step = 0;
+    bf16* to = column(c, &step);
+    for (std::int64_t p = 0; p < pairs_; ++p, to += step) {
       to[0] = source == nullptr ? bf16{0} : source[2 * p];
       to[1] = source == nullptr || 2 * p + 1 >= in_ ? bf16{0} : source[2 * p + 1];
     }
     if (any_bias) {
       const bool has = source != nullptr && part.bias != nullptr;
-      bias_[static_cast<std::size_t>(column)] =
-          has ? __builtin_bit_cast(float, static_cast<std::uint32_t>(part.bias[row]) << 16) : 0.0f;
+      bias_[static_cast<std::size_t>(c)] =
+          has ? __builtin_bit_cast(float, static_cast<std::uint32_t>(part.bias[at.row]) << 16) : 0.0f;
     }
+  }
+}
+
+// The part and row that a packed column holds; a gated pair alternates every 16 columns.
+PackedLinear::Place PackedLinear::place(std::int64_t packed_column) const {
+  if (gated_) return {packed_column / 16 % 2, packed_column / 32 * 16 + packed_column % 16};
+  Place at{0, packed_column};
+  const auto last = static_cast<std::int64_t>(part_sizes_.size()) - 1;
+  while (at.part < last && at.row >= part_sizes_[static_cast<std::size_t>(at.part)]) {
+    at.row -= part_sizes_[static_cast<std::size_t>(at.part++)];
+  }
+  return at;
+}
+
+// Where a packed column begins, and the elements from pair to pair.
+bf16* PackedLinear::column(std::int64_t packed_column, std::int64_t* step) const {
+  const std::int64_t panel = packed_column / kPanel;
+  *step = 32 * std::min<std::int64_t>(4, (packed_ - panel * kPanel) / 16);
+  return weights_.get() + panel * kPanel * 2 * pairs_ + 2 * (packed_column % kPanel);
+}
+
+void PackedLinear::unpack(std::int64_t part, bf16* weight) const {
+  for (std::int64_t c = 0; c < packed_; ++c) {
+    const Place at = place(c);
+    if (at.part != part || at.row >= part_sizes_[static_cast<std::size_t>(part)]) continue;
+    std::int64_t step = 0;
+    const bf16* from = column(c, &step);
+    for (std::int64_t i = 0; i < in_; ++i) weight[at.row * in_ + i] = from[i / 2 * step + i % 2];
   }
 }
 
@@ -239,6 +264,15 @@ void PackedLinear::apply(const bf16* x, std::int64_t rows, std::int64_t x_stride
   parallel_for(num_threads, static_cast<std::uint32_t>((num_units + per_chunk - 1) / per_chunk), &run_chunk, &job);
 }
 
+void gated_mlp(const PackedLinear& gate_up, const PackedLinear& down, const bf16* x, std::int64_t rows,
+               std::int64_t x_stride, bf16* y, std::int64_t y_stride, int num_threads) {
+  thread_local std::vector<bf16> hidden;
+  const std::int64_t width = gate_up.out_features();
+  if (hidden.size() < static_cast<std::size_t>(rows * width)) hidden.resize(static_cast<std::size_t>(rows * width));
+  gate_up.apply(x, rows, x_stride, hidden.data(), width, false, num_threads);
+  down.apply(hidden.data(), rows, width, y, y_stride, false, num_threads);
+}
+
 #else  // not x86-64: nobody may call these, since kernels_supported() is false
 
 bool kernels_supported() { return false; }
@@ -249,6 +283,9 @@ PackedLinear::PackedLinear(std::span<const LinearPart>, std::int64_t in_features
 }
 
 void PackedLinear::apply(const bf16*, std::int64_t, std::int64_t, void*, std::int64_t, bool, int) const {}
+void PackedLinear::unpack(std::int64_t, bf16*) const {}
+void gated_mlp(const PackedLinear&, const PackedLinear&, const bf16*, std::int64_t, std::int64_t, bf16*, std::int64_t,
+               int) {}
 
 #endif
 
