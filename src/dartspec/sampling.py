@@ -111,24 +111,29 @@ class Sampler:
     def pick_rows(self, logits: Tensor, positions: Sequence[int]) -> list[int]:
         """All rows at once, for accelerators: (N, V) logits and the absolute position of each token to be picked.
 
-        Only for requests whose distributions do not depend on the path (`params.uses_history` is false).
+        Only for requests whose distributions do not depend on the path (`params.uses_history` is false). A row that
+        leaves no token gets -1: an error only if the walk comes there.
         """
-        rows = torch.stack([self.process(row, ()) for row in logits])
+        rows = torch.stack([self.process(row, ()) for row in logits])  # (N, num_tokens)
         if self.params.temperature > 0:
             noise = {q: self._gumbel(q, rows.shape[1], rows.device) for q in set(positions)}
             rows = rows + torch.stack([noise[q] for q in positions])
-        return [int(i) for i in rows.argmax(-1).tolist()]
+        best = rows.max(-1)
+        return [int(i) for i in torch.where(best.values > -torch.inf, best.indices, -1).tolist()]
 
     def log_probs(self, logits: Tensor, token: int, top: int) -> tuple[float, list[tuple[int, float]]]:
         """Log-probability (natural) of `token` under the target's raw distribution, and the `top` likeliest tokens."""
         row = torch.log_softmax(logits[: self.num_tokens].float(), -1)
-        best = row.topk(top)
+        best = row.topk(min(top, len(row)))
         return float(row[token]), list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
     def _choose(self, row: Tensor, position: int) -> int:
         if self.params.temperature > 0:
             row = row + self._gumbel(position, len(row), row.device)
-        return int(row.argmax())
+        best = int(row.argmax())
+        if not float(row[best]) > -torch.inf:  # NaN too
+            raise no_token()
+        return best
 
     def _gumbel(self, position: int, size: int, device: torch.device) -> Tensor:
         if self._noise is not None:
@@ -139,7 +144,8 @@ class Sampler:
         """Penalties, bias and the user's processors; `row` is ours to change."""
         p = self.params
         if p.repetition_penalty != 1:  # transformers' RepetitionPenaltyLogitsProcessor: prompt and output
-            seen = torch.tensor(sorted(set(ids)), device=row.device)
+            # a prompt may hold ids beyond the tokenizer's, which have no column here
+            seen = torch.tensor(sorted({i for i in ids if i < len(row)}), dtype=torch.long, device=row.device)
             value = row[seen]
             row[seen] = torch.where(value < 0, value * p.repetition_penalty, value / p.repetition_penalty)
         if p.presence_penalty or p.frequency_penalty:  # OpenAI's: the output alone
@@ -153,6 +159,14 @@ class Sampler:
             for processor in p.processors:
                 row = processor(context, row[None])[0]
         return row
+
+
+def no_token() -> DartspecError:
+    """What to raise where a row leaves nothing to pick."""
+    return DartspecError(
+        "no token can follow: the target's logits are not numbers (load it with dtype bfloat16 or float32),"
+        " or logit_bias and processors ruled out every token"
+    )
 
 
 def filter_logits(row: Tensor, params: SamplingParams) -> Tensor:

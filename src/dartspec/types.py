@@ -167,7 +167,9 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "processors"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        _check(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more")
+        # far below 1e-6 the division overflows float32 and ties appear where the logits have none
+        good = self.temperature == 0 or 1e-6 <= self.temperature < math.inf
+        _check(good, "temperature", self.temperature, "0 (greedy), or finite and at least 1e-6")
         _check(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]; 1 switches it off")
         _check(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]; 0 switches it off")
@@ -179,6 +181,7 @@ class SamplingParams:
         )
         _check(abs(self.presence_penalty) < math.inf, "presence_penalty", self.presence_penalty, "finite")
         _check(abs(self.frequency_penalty) < math.inf, "frequency_penalty", self.frequency_penalty, "finite")
+        _check(not any(map(math.isnan, self.logit_bias.values())), "logit_bias", self.logit_bias, "without NaN")
         _check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
         _check(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "in [0, 2^64)")
         _check(self.logprobs is None or 0 <= self.logprobs <= 100, "logprobs", self.logprobs, "in [0, 100]")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dartspec.sampling import Sampler
+from dartspec.sampling import Sampler, no_token
 from dartspec.types import Scores, TokenTree, Verdict
 
 
@@ -38,6 +38,8 @@ def verify(scores: Scores, tree: TokenTree, sampler: Sampler, history: Sequence[
     while True:
         node = path[-1]
         pick = known[node] if known else sampler.pick(scores.logits[node], history, drafted)
+        if pick < 0:
+            raise no_token()
         picks[node] = pick
         child = children.get((node, pick))
         if child is None:
