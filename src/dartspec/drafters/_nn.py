@@ -1,0 +1,155 @@
+"""Small layers that drafters share. They know shapes and dtypes, nothing of any drafting method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dartspec import _core
+
+
+class RMSNorm(nn.Module):
+    """Llama's norm: computed in float32, returned in the input's dtype."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """(..., H) -> (..., H), float32 inside."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight.float()).to(x.dtype)
+
+
+def rope_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """(n,) positions -> cos, sin, each (n, head_dim) float32, for half-split rotary embedding over the full head.
+
+    Always float32: a table rounded to bfloat16 is wrong by whole radians at position 1,000 in its fast dimensions.
+    """
+    half = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
+    angles = positions.float()[:, None] * (theta ** (-half / head_dim))[None, :]  # (n, head_dim / 2)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary embedding to (..., head_dim); cos and sin broadcast against it. float32 inside."""
+    wide = x.float()
+    low, high = wide.chunk(2, dim=-1)
+    return (wide * cos + torch.cat((-high, low), dim=-1) * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """The four projections of grouped-query attention, no bias; what is attended to is the caller's business."""
+
+    def __init__(self, in_size: int, out_size: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(in_size, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(in_size, num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(in_size, num_kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * head_dim, out_size, bias=False)
+
+
+class GatedMLP(nn.Module):
+    """Llama's MLP: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+# --- decoding: the same layers for a few rows, as few calls as possible ---------------------------------------------
+
+
+def use_core(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the C++ core's packed bfloat16 kernels serve this device and dtype."""
+    return device.type == "cpu" and dtype == torch.bfloat16 and _core.kernels_supported()
+
+
+class Product:
+    """x W^T for one or several weights side by side; packed for the core where it can serve, else `F.linear`."""
+
+    def __init__(self, weights: Sequence[Tensor], packed: bool, num_threads: int) -> None:
+        self.out_features = sum(len(w) for w in weights)
+        self.in_features = weights[0].shape[1]
+        self.num_threads = num_threads
+        self._packed: _core.PackedLinear | None = None
+        if packed:
+            weights = [w.contiguous() for w in weights]
+            parts = [(w.data_ptr(), len(w), self.in_features, 0) for w in weights]
+            self._packed = _core.PackedLinear(parts, self.in_features)
+        else:
+            self._weight = torch.cat(list(weights)).contiguous()
+
+    def __call__(self, x: Tensor, float32: bool = False) -> Tensor:
+        """(n, in) -> (n, out) in x's dtype, or in float32 when asked."""
+        if self._packed is None:
+            y = nn.functional.linear(x, self._weight)
+            return y.float() if float32 else y
+        x = x if x.is_contiguous() else x.contiguous()
+        out = torch.empty(len(x), self.out_features, dtype=torch.float32 if float32 else x.dtype)
+        self._packed.apply(
+            x.data_ptr(), len(x), self.in_features, out.data_ptr(), self.out_features, float32, self.num_threads
+        )
+        return out
+
+
+class Gated:
+    """down(silu(gate(x)) * up(x)); one call of the core where it can serve."""
+
+    def __init__(self, mlp: GatedMLP, packed: bool, num_threads: int) -> None:
+        gate, up, down = (w.weight.detach() for w in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        self.num_threads = num_threads
+        self._gate_up: _core.PackedLinear | None = None
+        if packed:
+            gate, up, down = gate.contiguous(), up.contiguous(), down.contiguous()
+            size, inner = gate.shape[1], len(gate)
+            parts = [(w.data_ptr(), inner, size, 0) for w in (gate, up)]
+            self._gate_up = _core.PackedLinear.gated(parts, size, 0)
+            self._down = _core.PackedLinear([(down.data_ptr(), size, inner, 0)], inner)
+        else:
+            self._weights = torch.cat((gate, up)), down.contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(n, H) -> (n, H)."""
+        if self._gate_up is None:
+            gate_up, down = self._weights
+            gate, up = nn.functional.linear(x, gate_up).chunk(2, dim=-1)
+            return nn.functional.linear(nn.functional.silu(gate) * up, down)
+        n, size = x.shape
+        out = torch.empty_like(x)
+        _core.gated_mlp(self._gate_up, self._down, x.data_ptr(), n, size, out.data_ptr(), size, self.num_threads)
+        return out
+
+
+class Norm:
+    """RMSNorm of contiguous rows; one call of the core where it can serve."""
+
+    def __init__(self, norm: RMSNorm, packed: bool) -> None:
+        self.weight, self.eps, self.packed = norm.weight.detach().contiguous(), norm.eps, packed
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """(n, H) -> (n, H); written into `out` (rows may be wider apart) when given."""
+        if not self.packed:
+            y = rms_norm(x, self.weight, self.eps)
+            return y if out is None else out.copy_(y)
+        out = torch.empty_like(x) if out is None else out
+        n, size = x.shape
+        _core.rms_norm(
+            x.data_ptr(), n, x.stride(0), size, self.weight.data_ptr(), self.eps, 0, out.data_ptr(), out.stride(0)
+        )
+        return out

@@ -1,0 +1,656 @@
+"""DART: one decoder layer reads the target's hidden states and guesses the next d tokens in one forward.
+
+Source: arXiv 2601.19278, sections 3.1 to 3.3. Row j of the layer's input holds the features of the token at position j
+(the target's hidden states at the taps, side by side) and the embedding of the token at j + 1; d - 1 identical mask
+rows follow; the last clean row and the masks together give the distributions of the next d tokens ("shifted
+prediction"). `DartNet` is the network, used by training and by decoding; `DartDrafter` keeps a key/value cache over
+the prefix, so that a round runs only the newly committed rows. The tree is made elsewhere (`lattice.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dartspec.drafters._nn import Attention, Gated, GatedMLP, Norm, Product, RMSNorm, rope_table, rotate, use_core
+from dartspec.errors import DartspecError
+from dartspec.types import Committed, TargetView, TokenTree
+
+if TYPE_CHECKING:
+    from dartspec.lattice import SearchConfig
+    from dartspec.ngram import NgramIndex
+
+TOP_K = 25  # candidates a position (method, section 4)
+_SIZES = (
+    "d",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "draft_vocab_size",
+    "vocab_size",
+    "target_hidden_size",
+    "num_target_layers",
+)
+PREFILL_ROWS = 512  # clean rows a chunk while a long prompt is read
+
+
+@dataclass(frozen=True)
+class Config:
+    """A DART drafter's shape and what it was trained for; `config.json` beside its weights.
+
+    mask:  "pair": a mask row is an embedding row (`mask_embedding`, H) and features before the projection
+           (`mask_features`, n_taps * target H), treated like any clean row; exportable to vLLM's `peagle`.
+           "official": a vector after the norms (`mask_rep`, 2H), whose first H values are also the residual.
+    final_norm_twice: the official program applies the final norm twice; ours once.
+    acceptance: mean committed tokens a round on held-out answers, by tree size; for `doctor` and live comparison.
+    """
+
+    d: int
+    taps: tuple[int, ...]
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    draft_vocab_size: int
+    vocab_size: int
+    target_hidden_size: int
+    num_target_layers: int
+    method: str = "dart"
+    hidden_act: str = "silu"
+    mask: str = "pair"
+    final_norm_twice: bool = False
+    target: str = ""
+    tokenizer_fingerprint: str | None = None
+    weights_fingerprint: str | None = None
+    template_hash: str | None = None
+    acceptance: dict[str, float] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "taps", tuple(self.taps))
+        for name in _SIZES:
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise DartspecError(f"DART config: {name} is {value!r}; must be a positive integer")
+        if self.method != "dart":
+            raise DartspecError(f"DART config: method is {self.method!r}, expected 'dart'")
+        if self.hidden_act != "silu":
+            raise DartspecError(f"DART config: hidden_act is {self.hidden_act!r}; only 'silu' is supported")
+        if self.mask not in ("pair", "official"):
+            raise DartspecError(f"DART config: mask is {self.mask!r}; must be 'pair' or 'official'")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise DartspecError(
+                f"DART config: {self.num_attention_heads} attention heads are no multiple of "
+                f"{self.num_key_value_heads} key/value heads"
+            )
+        if self.head_dim % 2:
+            raise DartspecError(f"DART config: head_dim is {self.head_dim}; rotary embedding needs an even one")
+        if self.draft_vocab_size > self.vocab_size:
+            raise DartspecError(
+                f"DART config: draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {self.vocab_size}"
+            )
+        taps = self.taps
+        rising = all(a < b for a, b in itertools.pairwise(taps))
+        if not taps or not rising or taps[0] < 0 or taps[-1] > self.num_target_layers:
+            raise DartspecError(
+                f"DART config: taps {list(taps)} must rise within 0..{self.num_target_layers} "
+                "(0 = embeddings, i = output of layer i)"
+            )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Config:
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise DartspecError(f"DART config: unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}")
+        required = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
+        if missing := sorted(required - set(values)):
+            raise DartspecError(f"DART config: {missing[0]!r} is missing")
+        return cls(**values)
+
+    @classmethod
+    def from_json(cls, path: Path) -> Config:
+        if not path.is_file():
+            raise DartspecError(f"{path}: no such file; a drafter folder holds config.json and model.safetensors")
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise DartspecError(f"{path}: not JSON ({error})") from None
+        if not isinstance(values, dict):
+            raise DartspecError(f"{path}: a JSON object was expected, found {type(values).__name__}")
+        return cls.from_dict(values)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
+
+    @property
+    def num_masks(self) -> int:
+        return self.d - 1
+
+
+class DartLayer(nn.Module):
+    """The decoder layer: attention over [normed embedding ; normed features], residual = features before their norm."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = Attention(
+            2 * c.hidden_size, c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        )
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = GatedMLP(c.hidden_size, c.intermediate_size)
+        if c.mask == "official":
+            self.mask_rep = nn.Parameter(torch.zeros(2 * c.hidden_size))
+
+
+class SharedRows(NamedTuple):
+    """Clean rows of several sequences laid end to end, and what is predicted from them (method, section 3).
+
+    features:   (N, n_taps * H_target) hidden states of the target; row j of a sequence belongs to its token j.
+    embeddings: (N, H) embeddings of the tokens at j + 1.
+    lengths:    clean rows of each sequence; they sum to N.
+    first:      per sequence, (R,) int64 rows whose offset 1 is wanted.
+    anchors:    per sequence, (A,) int64 rows that a group of d - 1 masks follows (offsets 2..d).
+    """
+
+    features: Tensor
+    embeddings: Tensor
+    lengths: Sequence[int]
+    first: Sequence[Tensor]
+    anchors: Sequence[Tensor]
+
+
+class DartNet(nn.Module):
+    """The network, with the tensor names of the official checkpoints (`layers.0.` for `midlayer.`)."""
+
+    d2t: Tensor
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = c = config
+        width = len(c.taps) * c.target_hidden_size
+        self.fc = nn.Linear(width, c.hidden_size, bias=False)
+        self.layers = nn.ModuleList([DartLayer(c)])
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
+        if c.mask == "pair":
+            self.mask_embedding = nn.Parameter(torch.zeros(c.hidden_size))
+            self.mask_features = nn.Parameter(torch.zeros(width))
+        self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
+
+    @property
+    def layer(self) -> DartLayer:
+        layer = self.layers[0]
+        assert isinstance(layer, DartLayer)
+        return layer
+
+    def target_ids(self) -> Tensor:
+        """(draft_vocab,) int64: the target's id of each draft id."""
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def clean_rows(self, features: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """(n, n_taps * H_target), (n, H) -> residual (n, H), attention input (n, 2H)."""
+        residual = self.fc(features)
+        normed = self.layer.input_layernorm(embeddings), self.layer.hidden_norm(residual)
+        return residual, torch.cat((normed[0].to(normed[1].dtype), normed[1]), dim=-1)
+
+    def mask_row(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Residual (1, H) and attention input (1, 2H) of a mask. All masks are alike but for their positions."""
+        if self.config.mask == "pair":
+            return self.clean_rows(self.mask_features[None].to(dtype), self.mask_embedding[None].to(dtype))
+        row = self.layer.mask_rep[None].to(dtype)
+        return row[:, : self.config.hidden_size], row
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """(n, H) residual, (n, heads * head_dim) attention output -> (n, H), final norm applied: ready for the head."""
+        x = residual + self.layer.self_attn.o_proj(attended)
+        x = x + self.layer.mlp(self.layer.post_attention_layernorm(x))
+        x = self.norm(x)
+        return self.norm(x) if self.config.final_norm_twice else x
+
+    def save(self, folder: Path, provenance: Mapping[str, Any] | None = None) -> None:
+        """`model.safetensors` (matrices and vectors in bfloat16) and `config.json`, each written aside and renamed."""
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            name: (t.detach().to(torch.bfloat16) if t.is_floating_point() else t.detach()).contiguous().clone()
+            for name, t in self.state_dict().items()
+        }
+        aside = folder / "model.safetensors.tmp"
+        save_file(tensors, aside, metadata={"format": "pt"})
+        os.replace(aside, folder / "model.safetensors")
+        config = replace(self.config, provenance=dict(provenance)) if provenance is not None else self.config
+        aside = folder / "config.json.tmp"
+        aside.write_text(config.to_json(), encoding="utf-8")
+        os.replace(aside, folder / "config.json")
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> DartNet:
+        """Read a drafter folder. Missing, unexpected, misshapen or truncated weights are refused by name."""
+        return cls.from_weights(Config.from_json(folder / "config.json"), folder / "model.safetensors")
+
+    @classmethod
+    def from_weights(cls, config: Config, path: Path) -> DartNet:
+        """Weights of `path` in their stored dtype. `midlayer.` is read as `layers.0.`; `t2d` says nothing that `d2t`
+        does not, and is skipped; `d2t` may be absent where the draft vocabulary is the whole."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        if not path.is_file():
+            raise DartspecError(f"{path}: no such file; a drafter folder holds config.json and model.safetensors")
+        try:
+            found = load_file(path)
+        except SafetensorError as error:
+            raise DartspecError(
+                f"{path}: not a whole safetensors file ({error}); it may be truncated, fetch it again"
+            ) from None
+        found = {n.replace("midlayer.", "layers.0.", 1): t for n, t in found.items() if n != "t2d"}
+        if "d2t" not in found and config.draft_vocab_size == config.vocab_size:
+            found["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
+        with torch.device("meta"):
+            net = cls(config)
+        wanted = net.state_dict()
+        for name, tensor in wanted.items():
+            if name not in found:
+                raise DartspecError(f"{path}: weight {name} is missing; a drafter is never run with random weights")
+            if found[name].shape != tensor.shape:
+                raise DartspecError(
+                    f"{path}: {name} has shape {list(found[name].shape)}, config.json asks for {list(tensor.shape)}"
+                )
+        if unexpected := sorted(set(found) - set(wanted)):
+            raise DartspecError(f"{path}: unexpected weight {unexpected[0]}; the file does not fit its config.json")
+        found["d2t"] = found["d2t"].to(torch.int64)
+        net.load_state_dict(found, assign=True)
+        ids = net.target_ids()
+        if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(ids.unique()) != len(ids):
+            raise DartspecError(
+                f"{path}: d2t maps draft ids to {int(ids.min())}..{int(ids.max())}, not to different ids in "
+                f"0..{config.vocab_size - 1}"
+            )
+        return net
+
+    def shared_forward(self, rows: SharedRows) -> tuple[Tensor, Tensor]:
+        """Prefix-shared forward in block form: every group of masks sees its clean prefix and itself, nothing else.
+
+        Returns `first` (sum R, H), the rows that predict offset 1, and `masks` (sum A, d - 1, H), final norm applied;
+        both in the order of the sequences. Equal to one attention under the dense mask of method.md section 3: the
+        softmax of a mask row runs over [scores of the clean keys <= its anchor ; scores of its own group's masks].
+
+        A clean row that predicts nothing costs its keys and values only; the projections of a mask are computed once.
+        """
+        c, attn = self.config, self.layer.self_attn
+        heads, kv, dim, m = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.num_masks
+        residual, x = self.clean_rows(rows.features, rows.embeddings)
+        starts = torch.tensor([0, *rows.lengths]).cumsum(0)[:-1].tolist()
+        flat_first = torch.cat([f + s for f, s in zip(rows.first, starts, strict=True)])
+        flat_anchor = torch.cat([a + s for a, s in zip(rows.anchors, starts, strict=True)])
+        keys, values = attn.k_proj(x).view(-1, kv, dim), attn.v_proj(x).view(-1, kv, dim)
+        queries = attn.q_proj(x[flat_first]).view(-1, heads, dim)
+        mask_residual, mask_x = self.mask_row(x.dtype)
+        mask_q = attn.q_proj(mask_x).view(1, 1, heads, dim)
+        mask_k, mask_v = attn.k_proj(mask_x).view(1, 1, kv, dim), attn.v_proj(mask_x).view(1, kv, 1, 1, dim)
+
+        # one table for all positions that occur: sequences start at 0, masks run on from their anchor
+        cos, sin = rope_table(torch.arange(max(rows.lengths) + m, device=x.device), dim, c.rope_theta)
+        own_causal = torch.ones(m, m, dtype=torch.bool, device=x.device).tril()
+        out_first, out_masks = [], []
+        taken = 0
+        for length, start, first, anchors in zip(rows.lengths, starts, rows.first, rows.anchors, strict=True):
+            n_first, n_groups = len(first), len(anchors)
+            here = torch.arange(length, device=x.device)
+            k = rotate(keys[start : start + length], cos[:length, None], sin[:length, None])  # (T, kv, dim)
+            k, v = k.transpose(0, 1), values[start : start + length].transpose(0, 1)  # (kv, T, dim)
+            q = rotate(queries[taken : taken + n_first], cos[first][:, None], sin[first][:, None])
+            taken += n_first
+            q = q.view(n_first, kv, heads // kv, dim).permute(1, 2, 0, 3)  # (kv, group, R, dim)
+            out = _attend(q, k, v, here[None, :] <= first[:, None])
+            out_first.append(out.permute(2, 0, 1, 3).reshape(n_first, heads * dim))
+            if n_groups == 0:
+                continue
+
+            where = anchors[:, None] + torch.arange(1, m + 1, device=x.device)  # (A, m) positions
+            mc, ms = cos[where][:, :, None], sin[where][:, :, None]
+            qm = rotate(mask_q.expand(n_groups, m, heads, dim), mc, ms)
+            km = rotate(mask_k.expand(n_groups, m, kv, dim), mc, ms).permute(2, 0, 1, 3)  # (kv, A, m, dim)
+            qm = qm.view(n_groups, m, kv, heads // kv, dim).permute(2, 3, 0, 1, 4)  # (kv, group, A, m, dim)
+            vm = mask_v.expand(1, kv, n_groups, m, dim)[0]
+            out = _attend_groups(qm, k, v, here[None, :] <= anchors[:, None], km, vm, own_causal)
+            out_masks.append(out.permute(2, 3, 0, 1, 4).reshape(n_groups * m, heads * dim))
+
+        attended = torch.cat([*out_first, *out_masks])
+        n_masks = len(flat_anchor) * m
+        base = torch.cat((residual[flat_first], mask_residual.expand(n_masks, -1)))
+        hidden = self.finish(base, attended)
+        n = len(flat_first)
+        return hidden[:n], hidden[n:].view(len(flat_anchor), m, -1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """q (kv, group, R, dim), k and v (kv, T, dim), allowed (R, T) -> (kv, group, R, dim). Softmax in float32."""
+    kv, group, n, dim = q.shape
+    scores = (q.reshape(kv, group * n, dim) @ k.transpose(1, 2)).view(kv, group, n, -1).float() * dim**-0.5
+    weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1).to(v.dtype)
+    return (weights.view(kv, group * n, -1) @ v).view(kv, group, n, dim)
+
+
+def _attend_groups(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, own_k: Tensor, own_v: Tensor, own_allowed: Tensor
+) -> Tensor:
+    """Mask rows: q (kv, group, A, m, dim); clean k, v (kv, T, dim) under allowed (A, T); own keys and values
+    (kv, A, m, dim) under own_allowed (m, m). One softmax over both -> (kv, group, A, m, dim)."""
+    kv, group, n, m, dim = q.shape
+    clean = (q.reshape(kv, group * n * m, dim) @ k.transpose(1, 2)).view(kv, group, n, m, -1).float()
+    own = (q @ own_k[:, None].transpose(-1, -2)).float()  # (kv, group, A, m, m)
+    clean = clean.masked_fill(~allowed[:, None, :], float("-inf"))
+    own = own.masked_fill(~own_allowed, float("-inf"))
+    weights = (torch.cat((clean, own), dim=-1) * dim**-0.5).softmax(-1).to(v.dtype)
+    on_clean, on_own = weights.split((clean.shape[-1], m), dim=-1)
+    out = (on_clean.reshape(kv, group * n * m, -1) @ v).view(kv, group, n, m, dim)
+    return out + on_own @ own_v[:, None]
+
+
+# --- decoding -------------------------------------------------------------------------------------------------------
+
+
+class _Prefix:
+    """Keys and values of one sequence's clean rows, rotated; room behind them is where the masks' entries go for the
+    length of one forward. Grown by doubling, never concatenated."""
+
+    def __init__(self, num_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.length = 0
+        self.keys = torch.empty(num_heads, 0, dim, dtype=dtype, device=device)  # (kv, capacity, dim)
+        self.values = torch.empty_like(self.keys)
+
+    def reserve(self, length: int) -> None:
+        capacity = self.keys.shape[1]
+        if length <= capacity:
+            return
+        heads, _, dim = self.keys.shape
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = old.new_empty(heads, max(length, 2 * capacity, 256), dim)
+            new[:, : self.length] = old[:, : self.length]
+            setattr(self, name, new)
+
+
+class DartDrafter:
+    """Drafts for any number of sequences, one forward a round over their newly committed rows and the masks.
+
+    net:    its weights are copied, in the target's dtype and on its device.
+    index:  n-gram continuity, or None. search: the numbers of the tree search.
+    search_ms: milliseconds spent in the tree search so far; the engine shows it as a stage of its own.
+    """
+
+    def __init__(
+        self,
+        net: DartNet,
+        view: TargetView,
+        index: NgramIndex | None = None,
+        search: SearchConfig | None = None,
+    ) -> None:
+        from dartspec.lattice import SearchConfig
+
+        self.config = c = net.config
+        self.taps = c.taps
+        self.view, self.index = view, index
+        self.search = search if search is not None else SearchConfig()
+        self.search_ms = 0.0
+        self._prefixes: dict[int, _Prefix] = {}
+        dtype, device = view.dtype, view.device
+        with torch.no_grad():
+            net = _converted(net, dtype, device)
+            threads = torch.get_num_threads()
+            packed = use_core(device, dtype)
+            attn, layer = net.layer.self_attn, net.layer
+            self._packed, self._threads = packed, threads
+            self._fc = Product([net.fc.weight], packed, threads)
+            self._qkv = Product([attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight], packed, threads)
+            self._kv = Product([attn.k_proj.weight, attn.v_proj.weight], packed, threads)
+            self._o = Product([attn.o_proj.weight], packed, threads)
+            self._mlp = Gated(layer.mlp, packed, threads)
+            self._head = Product([net.lm_head.weight], packed, threads)
+            self._embedding_norm, self._feature_norm = (
+                Norm(layer.input_layernorm, packed),
+                Norm(layer.hidden_norm, packed),
+            )
+            self._mlp_norm, self._final_norm = Norm(layer.post_attention_layernorm, packed), Norm(net.norm, packed)
+            # all masks are alike, and so are their queries, keys and values before rotation
+            residual, x = net.mask_row(dtype)
+            m = c.num_masks
+            self._mask_residual = residual.expand(m, -1).contiguous()
+            self._mask_qkv = self._qkv(x).expand(m, -1).contiguous()
+        ids = net.target_ids().to(torch.int32)
+        self._ids = ids
+        forbidden = ids >= view.num_tokens
+        self._forbidden = forbidden if bool(forbidden.any()) else None
+        self._cos, self._sin = rope_table(torch.arange(0, device=device), c.head_dim, c.rope_theta)
+        # row i of the last d rows sees the clean prefix and the masks before and at i; False = hidden
+        self._own = torch.ones(c.d, c.num_masks, dtype=torch.bool, device=device).tril(-1)
+
+    # -- the interface ---------------------------------------------------------------------------------------------
+
+    def reset(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._prefixes.pop(slot, None)
+
+    def propose(self, new: Sequence[Committed], budget: Sequence[int]) -> list[TokenTree]:
+        """One tree a sequence. `new[i].features` are the target's states at `taps`, unnormed, as hooks gave them."""
+        from dartspec.lattice import build_tree
+
+        if not new:
+            return []
+        log_probs, tokens = self.lattice(new)
+        began = time.perf_counter()
+        trees = []
+        for i, one in enumerate(new):
+            context = one.history[-2:].tolist()
+            trees.append(
+                build_tree(
+                    context[-1],
+                    log_probs[i],
+                    tokens[i],
+                    context,
+                    budget[i],
+                    self.index,
+                    self.search,
+                    self.view.eos_token_ids,
+                )
+            )
+        self.search_ms += 1e3 * (time.perf_counter() - began)
+        return trees
+
+    # -- the network, incrementally ----------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def lattice(self, new: Sequence[Committed]) -> tuple[Tensor, Tensor]:
+        """The drafter's forward: per sequence and offset the TOP_K likeliest tokens.
+
+        Returns natural log-probabilities over the draft vocabulary (B, d, k) float32 and target ids (B, d, k) int32,
+        on the CPU, best first. The new rows enter the prefix; the masks leave nothing behind. Where a logit is not
+        finite the whole row is -inf: it makes no node.
+        """
+        logits = self._head(self._forward(new), float32=True)
+        return self._likeliest(logits, len(new))
+
+    def _likeliest(self, logits: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+        """(B * d, V) float32 logits, overwritten -> log-probabilities and ids, (B, d, k)."""
+        if self._forbidden is not None:
+            logits[:, self._forbidden] = float("-inf")
+        k = min(TOP_K, logits.shape[-1])
+        best, where = logits.topk(k, dim=-1)
+        log_probs = best - torch.logsumexp(logits, dim=-1, keepdim=True)
+        # NaN sorts first and an infinity makes the sum infinite, so the best entry tells
+        log_probs = log_probs.masked_fill(~torch.isfinite(log_probs[:, :1]), float("-inf"))
+        shape = (batch, self.config.d, k)
+        return log_probs.view(shape).cpu(), self._ids[where].view(shape).cpu()
+
+    def _forward(self, new: Sequence[Committed]) -> Tensor:
+        """(B * d, H) rows, final norm applied: each sequence's last clean row, then its masks."""
+        c = self.config
+        d, m = c.d, c.num_masks
+        width = c.num_attention_heads * c.head_dim
+        attended = torch.empty(len(new) * d, width, dtype=self.view.dtype, device=self.view.device)
+        residual = torch.empty(len(new) * d, c.hidden_size, dtype=self.view.dtype, device=self.view.device)
+        for i, one in enumerate(new):
+            prefix, features, ids = self._take(one)
+            for at in range(0, len(ids) - 1, PREFILL_ROWS):
+                rows = slice(at, min(at + PREFILL_ROWS, len(ids) - 1))
+                if len(ids) <= PREFILL_ROWS // 8:
+                    break  # few rows: they go together with the last one
+                self._read(prefix, features[rows], ids[rows])
+            rest = slice(prefix.length - (len(one.history) - 1 - len(ids)), None)
+            span = slice(i * d, (i + 1) * d)
+            self._last_rows(prefix, features[rest], ids[rest], residual[span], attended[span])
+        x = residual + self._o(attended)
+        x += self._mlp(self._mlp_norm(x))
+        x = self._final_norm(x)
+        return self._final_norm(x) if c.final_norm_twice else x
+
+    def _take(self, one: Committed) -> tuple[_Prefix, Tensor, Tensor]:
+        """The sequence's prefix, its new features (n, n_taps * H) and the tokens at one position further on (n,)."""
+        c, length, n = self.config, len(one.history), one.n_new
+        if one.features is None or tuple(one.features.shape) != (n, len(c.taps), c.target_hidden_size):
+            found = None if one.features is None else list(one.features.shape)
+            raise DartspecError(
+                f"DART wants features of shape {[n, len(c.taps), c.target_hidden_size]} for {n} new tokens, found {found}"
+            )
+        prefix = self._prefixes.get(one.slot)
+        if prefix is None:
+            prefix = _Prefix(c.num_key_value_heads, c.head_dim, self.view.dtype, self.view.device)
+            self._prefixes[one.slot] = prefix
+        if n < 1 or prefix.length != length - 1 - n:
+            raise DartspecError(
+                f"slot {one.slot}: {n} new of {length} committed tokens, but the drafter has read {prefix.length} rows; "
+                "reset the slot and give every position since the start"
+            )
+        prefix.reserve(length - 1 + c.num_masks)
+        self._grow_table(length - 1 + c.num_masks)
+        features = one.features.flatten(1).to(self.view.device, self.view.dtype)
+        return prefix, features, one.history[length - n :].to(self.view.device)
+
+    def _grow_table(self, length: int) -> None:
+        if length > len(self._cos):
+            c = self.config
+            positions = torch.arange(max(length, 2 * len(self._cos), 512), device=self.view.device)
+            self._cos, self._sin = rope_table(positions, c.head_dim, c.rope_theta)
+
+    def _inputs(self, features: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Residual (n, H) and attention input (n, 2H) of clean rows."""
+        H = self.config.hidden_size
+        residual = self._fc(features)
+        x = torch.empty(len(ids), 2 * H, dtype=residual.dtype, device=residual.device)
+        self._embedding_norm(self.view.embed(ids).to(residual.dtype), out=x[:, :H])
+        self._feature_norm(residual, out=x[:, H:])
+        return residual, x
+
+    def _read(self, prefix: _Prefix, features: Tensor, ids: Tensor) -> None:
+        """Clean rows that predict nothing: keys and values only."""
+        c, n, at = self.config, len(ids), prefix.length
+        _, x = self._inputs(features, ids)
+        kv = self._kv(x).view(n, 2, c.num_key_value_heads, c.head_dim)
+        span = slice(at, at + n)
+        prefix.keys[:, span] = rotate(kv[:, 0], self._cos[span, None], self._sin[span, None]).transpose(0, 1)
+        prefix.values[:, span] = kv[:, 1].transpose(0, 1)
+        prefix.length += n
+
+    def _last_rows(
+        self, prefix: _Prefix, features: Tensor, ids: Tensor, residual_out: Tensor, attended_out: Tensor
+    ) -> None:
+        """The remaining clean rows and the masks; the last d rows are attended, (d, heads * dim), into the outputs."""
+        c, n, at = self.config, len(ids), prefix.length
+        heads, kv, dim, m = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.num_masks
+        residual, x = self._inputs(features, ids)
+        residual_out[0] = residual[-1]
+        residual_out[1:] = self._mask_residual
+        qkv = torch.cat((self._qkv(x), self._mask_qkv)).view(n + m, heads + 2 * kv, dim)
+        end = at + n + m
+        turned = rotate(qkv[:, : heads + kv], self._cos[at:end, None], self._sin[at:end, None])
+        keys, values = prefix.keys[:, :end], prefix.values[:, :end]
+        keys[:, at:] = turned[:, heads:].transpose(0, 1)
+        values[:, at:] = qkv[:, heads + kv :].transpose(0, 1)
+        prefix.length = at + n  # the masks' entries lie behind it and will be overwritten
+        q = turned[n - 1 :, :heads]  # (d, heads, dim)
+        q = q.view(c.d, kv, heads // kv, dim).permute(1, 2, 0, 3).reshape(kv, -1, dim)  # (kv, group * d, dim)
+        scores = torch.bmm(q, keys.transpose(1, 2)).float().mul_(dim**-0.5)
+        own = scores.view(kv, heads // kv, c.d, end)[..., at + n :]
+        own.masked_fill_(~self._own, float("-inf"))
+        out = torch.bmm(scores.softmax(-1).to(values.dtype), values)  # (kv, group * d, dim)
+        attended_out.view(c.d, kv, heads // kv, dim).copy_(out.view(kv, heads // kv, c.d, dim).permute(2, 0, 1, 3))
+
+
+def _converted(net: DartNet, dtype: torch.dtype, device: torch.device) -> DartNet:
+    """A copy for decoding: parameters in `dtype` on `device`, d2t untouched."""
+    copy = DartNet(net.config)
+    copy.load_state_dict(net.state_dict())
+    return copy.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def check_target(config: Config, view: TargetView) -> None:
+    """Refuse a drafter that was trained for another target; warn where only the weights differ."""
+    for what, ours, theirs in (
+        ("a hidden size of", config.target_hidden_size, view.hidden_size),
+        ("layers numbering", config.num_target_layers, view.num_layers),
+        ("a vocabulary of", config.vocab_size, view.vocab_size),
+    ):
+        if ours != theirs:
+            raise DartspecError(
+                f"drafter trained for a target with {what} {ours}, this target has {theirs}: "
+                "use the drafter of this model or train one with `dartspec train`"
+            )
+    if config.hidden_size != view.hidden_size:
+        raise DartspecError(
+            f"drafter of width {config.hidden_size} on a target of width {view.hidden_size}: it reads the target's "
+            "embeddings, so both must be equal"
+        )
+    theirs = getattr(view, "tokenizer_fingerprint", None)
+    if config.tokenizer_fingerprint and theirs and config.tokenizer_fingerprint != theirs:
+        raise DartspecError(
+            f"drafter trained with tokenizer {config.tokenizer_fingerprint}, the target uses {theirs}: "
+            "its token ids mean other text; train a drafter for this tokenizer"
+        )
+    theirs = getattr(view, "weights_fingerprint", None)
+    if config.weights_fingerprint and theirs and config.weights_fingerprint != theirs:
+        warnings.warn(
+            f"drafter trained for weights {config.weights_fingerprint}, the target has {theirs} (fine-tuned?): "
+            "output stays exact, fewer drafts may be accepted",
+            stacklevel=3,
+        )
+
+
+def load(
+    source: Config | Path | str,
+    view: TargetView,
+    index: NgramIndex | Path | str | None = None,
+    search: SearchConfig | None = None,
+) -> DartDrafter:
+    """The drafter of a folder (`config.json`, `model.safetensors`), checked against the target.
+
+    A bare `Config` names no weights and is refused: a drafter is never run with random ones.
+    """
+    if isinstance(source, Config):
+        raise DartspecError(
+            "a DART config has no weights: give the folder that holds config.json and model.safetensors"
+        )
+    net = DartNet.from_folder(Path(source))
+    check_target(net.config, view)
+    if isinstance(index, Path | str):
+        from dartspec.ngram import NgramIndex
+
+        index = NgramIndex.open(index, expect_fingerprint=getattr(view, "tokenizer_fingerprint", None))
+    return DartDrafter(net, view, index, search)

@@ -1,0 +1,314 @@
+"""The training loop: draw, forward, loss, update, log, evaluate, save; resumes bit for bit.
+
+Every random choice is a pure function of (seed, epoch) or (seed, step), so a position in the run is one number and
+nothing of a generator's state has to be saved. Checked by `tests/test_train_loop.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dartspec.drafters.dart import Config, DartNet
+from dartspec.errors import DartspecError
+from dartspec.train.batch import Drawn, Step, batch_loss, count_valid, draw_rows, rows_of, targets_of
+from dartspec.train.config import RESUMABLE, TrainConfig
+from dartspec.train.data import DraftVocabulary, Example, digest
+from dartspec.train.evaluate import Held, evaluate
+from dartspec.train.features import States, write_json
+from dartspec.types import TargetView
+
+
+def head_rows(view: TargetView, ids: Tensor) -> Tensor:
+    """(V, H) float32 rows of the target's head, read through its public function: the images of the unit vectors."""
+    with torch.no_grad():
+        unit = torch.eye(view.hidden_size, dtype=view.dtype, device=view.device)
+        return view.lm_head(unit)[:, ids.to(view.device)].T.float().cpu().contiguous()
+
+
+def last_layer(model: nn.Module, num_layers: int) -> dict[str, Tensor]:
+    """Weights of the target's last decoder layer by the names of a Llama layer (`self_attn.q_proj.weight`, ...).
+
+    Empty for a target whose layers are named or numbered otherwise; what does not fit is not used.
+    """
+    found: dict[str, Tensor] = {}
+    for name, weight in model.state_dict().items():
+        if (match := re.search(rf"(?:^|\.)layers\.{num_layers - 1}\.(.+)$", name)) is not None:
+            found[match[1]] = weight
+    return found
+
+
+def fresh_net(
+    config: Config,
+    view: TargetView,
+    vocabulary: DraftVocabulary,
+    seed: int,
+    layer: Mapping[str, Tensor] | None = None,
+) -> DartNet:
+    """Starting weights: head = the target's rows, projection = identity on the highest tap, masks = small noise.
+
+    layer: weights of a target layer (`last_layer`). Where names and shapes agree the drafter's layer starts from them:
+    queries, keys and values on the features' half of the input, output projection, MLP and the two norms before them.
+    Everything else is drawn as in Llama (normal, 0.02; output projections scaled down). On SmolLM2 this start was
+    worth 0.4 of the loss at offset 1 and 0.6 at offset 2 after 200 updates; starting the final norm from the
+    target's made it worse (the head is then sure of the token that is already known).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    net = DartNet(config)
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            if p.dim() == 2:
+                scale = 0.02 / math.sqrt(2) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+                p.normal_(0.0, scale, generator=generator)
+        for name, p in net.layer.named_parameters():
+            source = "input_layernorm.weight" if name == "hidden_norm.weight" else name
+            weight = (layer or {}).get(source)
+            if weight is None or name == "input_layernorm.weight":
+                continue
+            part = p[:, config.hidden_size :] if re.search(r"[qkv]_proj", name) else p
+            if part.shape == weight.shape:
+                part.copy_(weight)
+        net.fc.weight.zero_()
+        same = min(config.hidden_size, config.target_hidden_size)
+        net.fc.weight[:same, -config.target_hidden_size :][:, :same] = torch.eye(same)
+        if config.target_hidden_size == config.hidden_size:
+            net.lm_head.weight.copy_(head_rows(view, vocabulary.ids))
+        for p in (net.mask_embedding, net.mask_features):
+            p.normal_(0.0, 0.02, generator=generator)
+        net.d2t.copy_(vocabulary.d2t)
+    return net
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Linear warm-up, then cosine from `learning_rate` to `final_learning_rate` at `steps`. step counts from 0."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    low = config.final_learning_rate
+    return low + (config.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def sequence_at(config: TrainConfig, num_examples: int, position: int) -> int:
+    """Index of the `position`-th training example of the run: one permutation an epoch."""
+    epoch, place = divmod(position, num_examples)
+    return int(_permutation(config.seed, epoch, num_examples)[place])
+
+
+_permutations: dict[tuple[int, int, int], Tensor] = {}
+
+
+def _permutation(seed: int, epoch: int, n: int) -> Tensor:
+    key = (seed, epoch, n)
+    if key not in _permutations:
+        _permutations.clear()
+        _permutations[key] = torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+    return _permutations[key]
+
+
+class Trainer:
+    """One run in memory. `states(i)` gives the target's states of training example i, cached or computed."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        net: DartNet,
+        view: TargetView,
+        train: Sequence[Example],
+        states: Callable[[int], States],
+        held_out: Held,
+    ) -> None:
+        self.config, self.net, self.view, self.train_set, self.states = config, net, view, train, states
+        self.held_out = held_out
+        self.teacher_head = head_rows(view, net.target_ids())
+        self.dtype = torch.bfloat16 if config.bf16 else torch.float32
+        decay = [p for p in net.parameters() if p.dim() == 2]
+        plain = [p for p in net.parameters() if p.dim() != 2]  # norms and masks
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decay, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+            lr=config.learning_rate,
+            betas=config.betas,
+            fused=True,
+        )
+        self.step = 0
+        self.num_tokens = 0  # trained tokens so far, prompts included, repeats counted
+        self.best: dict[str, Any] = {}
+        self.curve: list[dict[str, Any]] = []
+
+    # -- one update --------------------------------------------------------------------------------------------------
+
+    def draw(self, step: int) -> list[Drawn]:
+        c = self.config
+        batch = []
+        for k in range(c.sequences_per_step):
+            index = sequence_at(c, len(self.train_set), step * c.sequences_per_step + k)
+            generator = torch.Generator().manual_seed((c.seed * 7_919 + step) * 64 + k)
+            example = self.train_set[index]
+            first, anchors = draw_rows(example, num_first=c.num_first, num_anchors=c.num_anchors, generator=generator)
+            batch.append(Drawn(example, self.states(index), first, anchors))
+        return batch
+
+    def update(self) -> tuple[Step, float]:
+        """One optimiser step. Returns the per-offset sums and the gradient norm before clipping."""
+        c, d = self.config, self.net.config.d
+        batch = self.draw(self.step)
+        targets = targets_of(batch, d)
+        gamma = c.gamma ** torch.arange(d, dtype=torch.float32)
+        weight = gamma / count_valid(targets, d).clamp(min=1.0)
+        with torch.no_grad():
+            rows = rows_of(batch, self.view.embed, self.dtype)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(c, self.step)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=c.bf16):
+            out = batch_loss(self.net, rows, targets, self.teacher_head, weight, chunk=c.chunk_rows)
+        out.loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), c.clip)
+        if not bool(torch.isfinite(norm)):
+            raise DartspecError(
+                f"step {self.step}: the gradient is not finite; resume from the last checkpoint with a lower learning_rate"
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.num_tokens += sum(len(s.example.ids) for s in batch)
+        return out, float(norm)
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """`state.pt` for resuming, and `latest/`, the drafter in bfloat16. Each file is written aside and renamed."""
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {
+            "config": json.dumps(self.config.to_dict()),
+            "data": digest(self.train_set),
+            "net": self.net.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "num_tokens": self.num_tokens,
+            "curve": json.dumps(self.curve),
+        }
+        aside = folder / "state.pt.tmp"
+        torch.save(state, aside)
+        os.replace(aside, folder / "state.pt")
+        provenance = {
+            **self.net.config.provenance,
+            "step": self.step,
+            "trained_tokens": self.num_tokens,
+            "curve": self.curve[-1:],
+        }
+        self.net.save(folder / "latest", provenance)
+
+    def resume(self, folder: Path) -> bool:
+        """Continue from `state.pt` if there is one. Refused when the run it belongs to computed something else."""
+        path = folder / "state.pt"
+        if not path.exists():
+            return False
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        before = json.loads(state["config"])
+        now = json.loads(json.dumps(self.config.to_dict()))
+        for key in now:
+            if key not in RESUMABLE and before.get(key) != now[key]:
+                raise DartspecError(
+                    f"{path}: {key} was {before.get(key)!r}, this run says {now[key]!r}; "
+                    "give another output folder or the same value"
+                )
+        if state["data"] != digest(self.train_set):
+            raise DartspecError(f"{path}: trained on other data ({state['data']}, now {digest(self.train_set)})")
+        self.net.load_state_dict(state["net"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.num_tokens = int(state["step"]), int(state["num_tokens"])
+        self.curve = json.loads(state["curve"])
+        return True
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def run(self, until: int | None = None) -> None:
+        """Train to `until` (default: the config's steps), logging to `log.jsonl`; SIGTERM and Ctrl-C save and return."""
+        c, out = self.config, Path(self.config.out)
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "train.json", c.to_dict())
+        stop = _StopSignal()
+        last_save = window_start = time.monotonic()
+        d = self.net.config.d
+        sums, counts, tokens_before = torch.zeros(d), torch.zeros(d), self.num_tokens
+        end = c.steps if until is None else min(until, c.steps)
+        with stop:
+            while self.step < end and not stop.asked:
+                got, norm = self.update()
+                sums += got.sums
+                counts += got.counts
+                if self.step % c.log_every == 0 or self.step == end:
+                    now = time.monotonic()
+                    record = {
+                        "step": self.step,
+                        "epoch": round(self.step * c.sequences_per_step / len(self.train_set), 3),
+                        "tokens": self.num_tokens,
+                        "lr": round(learning_rate(c, self.step - 1), 8),
+                        "loss": [round(x, 4) for x in (sums / counts.clamp(min=1)).tolist()],
+                        "grad_norm": round(norm, 3),
+                        "tokens_per_s": round((self.num_tokens - tokens_before) / max(1e-9, now - window_start)),
+                        "time": round(time.time()),
+                    }
+                    _append(out / "log.jsonl", record)
+                    sums.zero_(), counts.zero_()
+                    window_start, tokens_before = now, self.num_tokens
+                if self.step % c.eval_every == 0 or self.step == end:
+                    began = time.monotonic()
+                    report = evaluate(self.net, self.held_out, self.view, self.teacher_head, self.dtype)
+                    record = {"step": self.step, "tokens": self.num_tokens, "time": round(time.time()), **report}
+                    self.curve.append(record)
+                    _append(out / "log.jsonl", {"eval": record})
+                    print(_line(record), flush=True)
+                    window_start += time.monotonic() - began
+                if time.monotonic() - last_save > c.save_every_s:
+                    self.save(out)
+                    last_save = time.monotonic()
+        self.save(out)
+
+
+def _append(path: Path, record: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as log:
+        log.write(json.dumps(record) + "\n")
+
+
+def _line(record: dict[str, Any]) -> str:
+    def shares(name: str) -> str:
+        return " ".join(f"{x:.3f}" for x in record[name])
+
+    return (
+        f"step {record['step']}  {record['tokens'] / 1e6:.2f} M tokens  "
+        f"hit@1 {shares('hit1')}  hit@10 {shares('hit10')}  loss {record['loss'][0]:.3f}"
+    )
+
+
+class _StopSignal:
+    """Turns SIGTERM and SIGINT into a flag while the loop runs, so that it ends between two updates and saves."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def _ask(self, _signal: int, _frame: FrameType | None) -> None:
+        self.asked = True
+
+    def __enter__(self) -> _StopSignal:
+        self._before: dict[int, Any] = {}
+        for which in (signal.SIGTERM, signal.SIGINT):
+            try:
+                self._before[which] = signal.signal(which, self._ask)
+            except ValueError:  # not in the main thread: the caller stops us
+                break
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for which, handler in self._before.items():
+            signal.signal(which, handler)
