@@ -162,10 +162,87 @@ void bind_attention(nb::module_& m) {
       "the keys up to K - N + n.");
 }
 
+using NormTuple = std::tuple<Address, float, int>;  // weight, eps, kind
+
+void bind_layer(nb::module_& m) {
+  using dartspec::bf16;
+  using dartspec::DecoderLayer;
+  using dartspec::PackedLinear;
+  nb::class_<DecoderLayer>(m, "DecoderLayer",
+                           "One decoder layer, h = x + out(attention(norm(x))), y = h + mlp(norm(h)), in two calls with\n"
+                           "the cache's update between them. Rows are contiguous; addresses are of bf16 CPU memory.")
+      .def(
+          "__init__",
+          [](DecoderLayer* self, const PackedLinear& qkv, const PackedLinear& out, const PackedLinear& gate_up,
+             const PackedLinear& down, NormTuple first, NormTuple second, Address q_norm, Address k_norm,
+             float head_eps, int head_kind, std::array<std::int64_t, 3> heads) {
+            const auto norm = [](const NormTuple& t) {
+              return dartspec::Norm{reinterpret_cast<const bf16*>(std::get<0>(t)), std::get<1>(t),
+                                    static_cast<dartspec::NormKind>(std::get<2>(t))};
+            };
+            new (self) DecoderLayer{&qkv,
+                                    &out,
+                                    &gate_up,
+                                    &down,
+                                    norm(first),
+                                    norm(second),
+                                    reinterpret_cast<const bf16*>(q_norm),
+                                    reinterpret_cast<const bf16*>(k_norm),
+                                    head_eps,
+                                    static_cast<dartspec::NormKind>(head_kind),
+                                    heads[0],
+                                    heads[1],
+                                    heads[2]};
+          },
+          "qkv"_a, "out"_a, "gate_up"_a, "down"_a, "first"_a, "second"_a, "q_norm"_a, "k_norm"_a, "head_eps"_a,
+          "head_kind"_a, "heads"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+          nb::keep_alive<1, 5>(),
+          "first, second: (weight address, eps, kind) of the norms before attention and MLP; q_norm, k_norm: weight\n"
+          "addresses or 0; heads = (query heads, key heads, head dimension).")
+      .def(
+          "begin",
+          [](const DecoderLayer& self, Address x, std::int64_t rows, Address cos, Address sin, std::int64_t cos_rows,
+             std::int64_t rotary, Address qkv, int num_threads) {
+            nb::gil_scoped_release release;
+            self.begin(reinterpret_cast<const bf16*>(x), rows, reinterpret_cast<const bf16*>(cos),
+                       reinterpret_cast<const bf16*>(sin), cos_rows, rotary, reinterpret_cast<bf16*>(qkv), num_threads);
+          },
+          "x"_a, "rows"_a, "cos"_a, "sin"_a, "cos_rows"_a, "rotary"_a, "qkv"_a, "num_threads"_a,
+          "x (rows, hidden) to qkv (rows, (H + 2 Hkv) D): norm, projections, rotary embedding.")
+      .def(
+          "finish",
+          [](const DecoderLayer& self, Address x, Address qkv, Address k, Address v, Address mask, Address y,
+             std::array<std::int64_t, 3> sizes, Strides k_stride, Strides v_stride, Strides mask_stride, float scale,
+             float softcap, bool causal, int num_threads) {
+            nb::gil_scoped_release release;
+            dartspec::AttentionArgs args{};
+            args.batch = sizes[0];
+            args.rows = sizes[1];
+            args.keys = sizes[2];
+            args.k = reinterpret_cast<const void*>(k);
+            args.v = reinterpret_cast<const void*>(v);
+            args.mask = reinterpret_cast<const std::uint8_t*>(mask);
+            args.k_stride = k_stride;
+            args.v_stride = v_stride;
+            args.mask_stride = mask_stride;
+            args.scale = scale;
+            args.softcap = softcap;
+            args.causal = causal;
+            args.num_threads = num_threads;
+            self.finish(reinterpret_cast<const bf16*>(x), reinterpret_cast<const bf16*>(qkv), args,
+                        reinterpret_cast<bf16*>(y));
+          },
+          "x"_a, "qkv"_a, "k"_a, "v"_a, "mask"_a, "y"_a, "sizes"_a, "k_stride"_a, "v_stride"_a, "mask_stride"_a,
+          "scale"_a, "softcap"_a, "causal"_a, "num_threads"_a,
+          "Attention and all that follows it, to y (rows, hidden). sizes = (B, N, K); k, v, mask, strides and flags as in\n"
+          "`attention`.");
+}
+
 }  // namespace
 
 void bind_kernels(nb::module_& m) {
   bind_noise(m);
   bind_linear(m);
   bind_attention(m);
+  bind_layer(m);
 }

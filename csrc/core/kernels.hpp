@@ -127,4 +127,30 @@ struct AttentionArgs {
 // not on where they lie, nor on the other rows, nor on the unseen keys' contents. A row that sees nothing gives zeros.
 void attention(const AttentionArgs& args);
 
+// One decoder layer of the form  h = x + out(attention(norm(x))),  y = h + mlp(norm(h)),  in two calls with the cache's
+// own update between them. What it computes is what the functions above compute one by one, bit for bit.
+struct Norm {
+  const bf16* weight;
+  float eps;
+  NormKind kind;
+};
+
+class DecoderLayer {
+ public:
+  const PackedLinear *qkv, *out, *gate_up, *down;
+  Norm first, second;             // before attention, before the MLP
+  const bf16 *q_norm, *k_norm;    // over each head, or null
+  float head_eps;
+  NormKind head_kind;
+  std::int64_t heads, kv_heads, dim;
+
+  // x (rows, hidden) contiguous to qkv (rows, (heads + 2 kv_heads) dim) contiguous: normed, projected, rotated.
+  void begin(const bf16* x, std::int64_t rows, const bf16* cos, const bf16* sin, std::int64_t cos_rows,
+             std::int64_t rotary, bf16* heads_out, int num_threads) const;
+
+  // The rest: `args` says where keys, values and mask are (out and the sizes that the layer knows are set here);
+  // x as in begin, y (rows, hidden) contiguous.
+  void finish(const bf16* x, const bf16* heads_in, AttentionArgs args, bf16* y) const;
+};
+
 }  // namespace dartspec

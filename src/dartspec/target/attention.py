@@ -100,6 +100,13 @@ def _kernel_takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     )
 
 
+def broadcast_strides(mask: Tensor) -> tuple[int, int, int]:
+    """Strides by batch, head and row, 0 where there is one for all."""
+    by_batch, by_head, by_row, _ = mask.stride()
+    batch, heads, rows, _ = mask.shape
+    return by_batch if batch > 1 else 0, by_head if heads > 1 else 0, by_row if rows > 1 else 0
+
+
 def _by_kernel(
     query: Tensor,
     key: Tensor,
@@ -116,13 +123,7 @@ def _by_kernel(
     mask_address, mask_stride = 0, (0, 0, 0)
     if mask is not None:
         mask = mask if mask.stride(3) == 1 or K == 1 else mask.contiguous()
-        mask_address = mask.data_ptr()
-        by_batch, by_head, by_row, _ = mask.stride()
-        mask_stride = (
-            by_batch if mask.shape[0] > 1 else 0,
-            by_head if mask.shape[1] > 1 else 0,
-            by_row if mask.shape[2] > 1 else 0,
-        )
+        mask_address, mask_stride = mask.data_ptr(), broadcast_strides(mask)
     out = query.new_empty(B, N, H, Dv)
     _core.attention(
         query.data_ptr(),

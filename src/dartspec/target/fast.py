@@ -1,9 +1,10 @@
 """Makes a Hugging Face causal LM in bfloat16 run fast on a CPU with AVX512_BF16, without knowing which model it is.
 
 What is always made of the same operations is found by one probe forward and replaced by a call into the core: linear
-layers (those with one input merged), gated MLPs, RMSNorms, attention with rotary embedding. Each replacement is compared
-with the original on random input before it is taken, and the whole model once more at the end; what does not agree
-stays as it was. Every kernel is row-invariant: a row's bits do not depend on how many rows are computed beside it.
+layers (those with one input merged), gated MLPs, RMSNorms, attention with rotary embedding, decoder layers of these.
+Each replacement is compared with the original on random input before it is taken, and the whole model once more at the
+end; what does not agree stays as it was. Every kernel is row-invariant: a row's bits do not depend on how many rows are
+computed beside it.
 
 Only for models that the caller owns: weights move into a layout of their own.
 """
@@ -21,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from dartspec import _core
-from dartspec.target.attention import attention_forward
+from dartspec.errors import DartspecError
+from dartspec.target.attention import NAME, attention_forward, broadcast_strides
 
 _BF16 = torch.bfloat16
 _LOCAL_TOLERANCE = 6e-3  # relative error (root mean square) of one module: bf16 rounds to 2^-9, a few times
@@ -35,7 +37,8 @@ class Report:
 
     used:    whether the model was changed.
     reason:  one sentence for a person.
-    num_*:   modules replaced, of each kind; a gated MLP or an attention counts its linear layers too.
+    num_*:   modules replaced, of each kind. The linear layers of MLPs and attentions are counted with the others, and
+             layers are whole decoder layers made of such parts.
     packed_bytes: size of the repacked weights.
     error:   relative error (root mean square) of the probe's logits against the original model.
     row_invariant: whether the probe's rows had the same bits when fewer rows were computed beside them. None: not
@@ -49,6 +52,7 @@ class Report:
     num_norms: int = 0
     num_mlps: int = 0
     num_attentions: int = 0
+    num_layers: int = 0
     packed_bytes: int = 0
     error: float = 0.0
     row_invariant: bool | None = None
@@ -227,12 +231,12 @@ class FusedRMSNorm(nn.Module):
 
 class FusedAttention(nn.Module):
     """Self-attention with rotary embedding: one product for q, k and v, heads made ready in place, the cache's own
-    `update`, the attention kernel, the output product. The arguments are those that transformers' decoder layers pass."""
+    `update`, the attention kernel, the output product. Takes the arguments that transformers' decoder layers pass."""
 
     def __init__(self, original: nn.Module, num_threads: int) -> None:
         super().__init__()
         q, k, v, o = (cast(nn.Linear, getattr(original, name)) for name in _ATTENTION_NAMES)
-        self.layer_idx, self.head_dim = original.layer_idx, int(cast(int, original.head_dim))
+        self.layer_idx, self.head_dim = int(cast(int, original.layer_idx)), int(cast(int, original.head_dim))
         self.num_heads, self.num_kv_heads = q.out_features // self.head_dim, k.out_features // self.head_dim
         self.scaling = float(cast(float, getattr(original, "scaling", self.head_dim**-0.5)))
         self.is_causal = bool(getattr(original, "is_causal", True))
@@ -250,9 +254,7 @@ class FusedAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         B, N, _ = hidden_states.shape
         H, Hkv, D = self.num_heads, self.num_kv_heads, self.head_dim
-        cos, sin = (
-            x if x.dtype == _BF16 and x.is_contiguous() else x.to(_BF16).contiguous() for x in position_embeddings
-        )
+        cos, sin = _ready(position_embeddings)
         qkv = self.qkv(hidden_states)  # (B, N, (H + 2 Hkv) D)
         width = self.qkv.out_features
         norm = self.q_norm
@@ -269,15 +271,118 @@ class FusedAttention(nn.Module):
         )
         heads = qkv.view(B, N, H + 2 * Hkv, D).transpose(1, 2)  # (B, H + 2 Hkv, N, D)
         q, k, v = heads[:, :H], heads[:, H : H + Hkv], heads[:, H + Hkv :]
-        cache = kwargs.get("cache")
-        if cache is None:
-            cache = kwargs.get("past_key_values")  # its name before transformers 5.24
-        if cache is not None:
-            position = kwargs.get("cache_position")
-            more = () if position is None else ({"sin": sin, "cos": cos, "cache_position": position},)
-            k, v = cache.update(k, v, self.layer_idx, *more)
+        k, v = _cached(self.layer_idx, k, v, (cos, sin), kwargs)
         out, _ = attention_forward(self, q, k, v, attention_mask, scaling=self.scaling, softcap=self.softcap)
         return self.out(out.view(B, N, H * D)), None
+
+
+class FusedLayer(nn.Module):
+    """A whole decoder layer in two calls, the cache's own `update` between them. Wraps the original layer, whose parts
+    are fused already: their bits are the same, and what the calls do not cover goes through them."""
+
+    def __init__(self, layer: nn.Module, parts: _LayerParts, num_threads: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.attention = parts.attention
+        self.num_threads = num_threads
+        attention, mlp = parts.attention, parts.mlp
+        q_norm, k_norm = attention.q_norm, attention.k_norm
+        self.core = _core.DecoderLayer(
+            attention.qkv.packed,
+            attention.out.packed,
+            mlp.gate_up,
+            mlp.down,
+            (parts.first.weight.data_ptr(), parts.first.eps, parts.first.kind),
+            (parts.second.weight.data_ptr(), parts.second.eps, parts.second.kind),
+            0 if q_norm is None else q_norm.weight.data_ptr(),
+            0 if k_norm is None else k_norm.weight.data_ptr(),
+            0.0 if q_norm is None else q_norm.eps,
+            0 if q_norm is None else q_norm.kind,
+            (attention.num_heads, attention.num_kv_heads, attention.head_dim),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """What models ask their layers for (`attention_type`, `self_attn`) is the original's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        x, mask, attention = hidden_states, attention_mask, self.attention
+        if position_embeddings is None or not x.is_contiguous() or not _plain_mask(mask):
+            return cast(
+                Tensor,
+                self.layer(x, attention_mask=mask, position_embeddings=position_embeddings, **kwargs),
+            )
+        B, N, _ = x.shape
+        H, Hkv, D = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        cos, sin = _ready(position_embeddings)
+        rotary, threads = cos.shape[-1], self.num_threads
+        qkv = torch.empty(B, N, H + 2 * Hkv, D, dtype=_BF16)
+        heads_at, x_at = qkv.data_ptr(), x.data_ptr()
+        self.core.begin(x_at, B * N, cos.data_ptr(), sin.data_ptr(), cos.numel() // rotary, rotary, heads_at, threads)
+        heads = qkv.transpose(1, 2)  # (B, H + 2 Hkv, N, D)
+        k, v = heads[:, H : H + Hkv], heads[:, H + Hkv :]
+        k, v = _cached(attention.layer_idx, k, v, (cos, sin), kwargs)
+        K = k.shape[2]
+        causal = mask is None and N > 1 and attention.is_causal
+        if causal and K > N:
+            K = N
+        if mask is not None and mask.shape[-1] < K:
+            raise DartspecError(f"the mask covers {mask.shape[-1]} keys, the cache holds {K}: pass one of all keys")
+        y = torch.empty_like(x)
+        self.core.finish(
+            x_at,
+            heads_at,
+            k.data_ptr(),
+            v.data_ptr(),
+            0 if mask is None else mask.data_ptr(),
+            y.data_ptr(),
+            (B, N, K),
+            k.stride()[:3],
+            v.stride()[:3],
+            (0, 0, 0) if mask is None else broadcast_strides(mask),
+            attention.scaling,
+            attention.softcap or 0.0,
+            causal,
+            threads,
+        )
+        return y
+
+
+def _plain_mask(mask: Tensor | None) -> bool:
+    return mask is None or (mask.dtype == torch.bool and mask.stride(3) == 1 and mask.device.type == "cpu")
+
+
+def _ready(position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    cos, sin = position_embeddings
+    if cos.dtype == sin.dtype == _BF16 and cos.is_contiguous() and sin.is_contiguous():
+        return cos, sin
+    return cos.to(_BF16).contiguous(), sin.to(_BF16).contiguous()
+
+
+def _cached(
+    layer_idx: int, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor], kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """What the cache holds after these keys and values, (B, Hkv, K, D) each; themselves without a cache."""
+    cache = kwargs.get("cache")
+    if cache is None:
+        cache = kwargs.get("past_key_values")  # its name before transformers 5.24
+    if cache is None:
+        return k, v
+    position = kwargs.get("cache_position")
+    if position is None:
+        return cast(tuple[Tensor, Tensor], cache.update(k, v, layer_idx))
+    cos, sin = rotary
+    more = {"sin": sin, "cos": cos, "cache_position": position}
+    return cast(tuple[Tensor, Tensor], cache.update(k, v, layer_idx, more))
 
 
 _ATTENTION_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -300,6 +405,15 @@ class _GatedMLP(NamedTuple):
     up: nn.Linear
     down: nn.Linear
     activation: int
+
+
+class _LayerParts(NamedTuple):
+    """A decoder layer's parts, fused already; `first` is the norm before attention."""
+
+    attention: FusedAttention
+    mlp: FusedMLP
+    first: FusedRMSNorm
+    second: FusedRMSNorm
 
 
 class _Place(NamedTuple):
@@ -367,7 +481,7 @@ class _Probe(NamedTuple):
     """What one forward of the original showed."""
 
     inputs: dict[nn.Linear, list[Tensor]]  # of each linear layer, one entry a call, in order of first call
-    arguments: dict[nn.Module, dict[str, Any]]  # keyword arguments of each module with linear layers called q, k, v, o
+    arguments: dict[nn.Module, dict[str, Any]]  # of each attention and its parent; positional ones by name
 
 
 def _probe(model: nn.Module, ids: Tensor) -> _Probe:
@@ -377,14 +491,15 @@ def _probe(model: nn.Module, ids: Tensor) -> _Probe:
     def linear_hook(module: nn.Module, args: tuple[Any, ...]) -> None:
         found.inputs.setdefault(cast(nn.Linear, module), []).append(args[0])
 
-    def attention_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.arguments[module] = kwargs
+    def argument_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = list(inspect.signature(module.forward).parameters)
+        found.arguments[module] = {**dict(zip(names, args, strict=False)), **kwargs}
 
     for module in model.modules():
         if type(module) is nn.Linear:
             hooks.append(module.register_forward_pre_hook(linear_hook))
-        elif all(type(getattr(module, name, None)) is nn.Linear for name in _ATTENTION_NAMES):
-            hooks.append(module.register_forward_pre_hook(attention_hook, with_kwargs=True))
+        elif _is_attention(module) or any(_is_attention(child) for child in module.children()):
+            hooks.append(module.register_forward_pre_hook(argument_hook, with_kwargs=True))
     try:
         _logits(model, ids)
     finally:
@@ -393,11 +508,15 @@ def _probe(model: nn.Module, ids: Tensor) -> _Probe:
     return found
 
 
+def _is_attention(module: nn.Module) -> bool:
+    return all(type(getattr(module, name, None)) is nn.Linear for name in _ATTENTION_NAMES)
+
+
 def _replace_all(model: nn.Module, ids: Tensor, changes: _Changes) -> Report:
     probe = _probe(model, ids)
     random = torch.Generator().manual_seed(0)
     report = Report(True, "")
-    num_norms = num_mlps = num_attentions = num_linears = num_products = num_bytes = 0
+    num_norms = num_mlps = num_attentions = num_layers = num_linears = num_products = num_bytes = 0
 
     for place in list(_places(model)):
         if (norm := _fused_norm(place.module, random)) is not None:
@@ -422,6 +541,12 @@ def _replace_all(model: nn.Module, ids: Tensor, changes: _Changes) -> Report:
             num_attentions, num_linears, num_products = num_attentions + 1, num_linears + 4, num_products + 2
             num_bytes += attention.qkv.packed.num_bytes + attention.out.packed.num_bytes
 
+    for place in list(_places(model)):
+        fused = _fused_layer(place.module, probe, changes.num_threads, random)
+        if fused is not None:
+            changes.put(place, fused)
+            num_layers += 1
+
     for siblings in _siblings(model, probe):
         layers = [cast(nn.Linear, place.module) for place in siblings]
         product = Product(layers, changes.num_threads)
@@ -439,6 +564,7 @@ def _replace_all(model: nn.Module, ids: Tensor, changes: _Changes) -> Report:
         num_norms=num_norms,
         num_mlps=num_mlps,
         num_attentions=num_attentions,
+        num_layers=num_layers,
         packed_bytes=num_bytes,
     )
 
@@ -537,8 +663,6 @@ def _fused_attention(
     module: nn.Module, probe: _Probe, num_threads: int, random: torch.Generator
 ) -> FusedAttention | None:
     """The fused form of a self-attention that is one, or None."""
-    from dartspec.target.attention import NAME
-
     arguments = probe.arguments.get(module)
     parameters = inspect.signature(module.forward).parameters
     children = {name for name, child in module.named_children() if any(True for _ in child.parameters())}
@@ -589,3 +713,29 @@ def _fused_attention(
         _relative_error(ours.value, theirs.value),
     ]
     return fused if max(errors) <= _LOCAL_TOLERANCE else None
+
+
+def _fused_layer(module: nn.Module, probe: _Probe, num_threads: int, random: torch.Generator) -> FusedLayer | None:
+    """A decoder layer of the common form whose parts are all fused, if one call gives the very same bits; or None."""
+    arguments = probe.arguments.get(module)
+    children = [child for child in module.children() if any(True for _ in child.parameters()) or _is_fused(child)]
+    attentions = [m for m in children if isinstance(m, FusedAttention)]
+    mlps = [m for m in children if isinstance(m, FusedMLP)]
+    norms = [m for m in children if isinstance(m, FusedRMSNorm)]
+    if arguments is None or (len(attentions), len(mlps), len(norms), len(children)) != (1, 1, 2, 4):
+        return None
+    if "hidden_states" not in arguments or arguments.get("position_embeddings") is None:
+        return None
+    given = {**arguments, "hidden_states": _random(random, *arguments["hidden_states"].shape)}
+    expected = module(**given)
+    if not isinstance(expected, Tensor):
+        return None
+    for first, second in itertools.permutations(norms):
+        layer = FusedLayer(module, _LayerParts(attentions[0], mlps[0], first, second), num_threads).eval()
+        if torch.equal(layer(**given), expected):
+            return layer
+    return None
+
+
+def _is_fused(module: nn.Module) -> bool:
+    return isinstance(module, FusedMLP | FusedAttention | FusedRMSNorm)
