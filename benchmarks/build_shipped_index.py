@@ -62,8 +62,8 @@ def main() -> None:
     parser.add_argument("--name", default="SmolLM2", help="the tokenizer's name, for people")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--order", type=int, default=3)
-    parser.add_argument("--answer-weight", type=int, default=8)
-    parser.add_argument("--min-count", type=int, default=2)
+    parser.add_argument("--answer-weight", type=int, default=512)
+    parser.add_argument("--min-count", type=int, default=4)
     parser.add_argument("--max-bytes", type=int, default=12_000_000, help="a larger result is refused")
     parser.add_argument("--ids-cache", type=Path, help="file for the corpus's token ids (npz)")
     args = parser.parse_args()
@@ -83,7 +83,7 @@ def main() -> None:
         name=args.name,
         description=(
             f"{sum(map(len, answers))} tokens of the target's own answers, weight {args.answer_weight}; "
-            f"general text: {', '.join(sorted(p.name for f in args.corpus for p in f.glob('*/*')))}"
+            f"general text: {', '.join(sorted({p.name for f in args.corpus for p in f.glob('*/*')}))}"
         ),
         min_count=args.min_count,
         exclude=text.special_ids,

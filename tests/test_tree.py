@@ -58,6 +58,7 @@ def test_truncate_keeps_the_best_closed_subtree_in_order(tree: TokenTree, budget
     assert kept == sorted(kept)
     ranks = [min(tree.scores[i].item() for i in T.path_to(tree, n)[1:] or [0]) for n in range(len(tree.tokens))]
     assert [T.path_to(tree, n)[-2:][0] for n in kept] == [kept[p] for p in [0, *cut.parents.tolist()[1:]]]
+    assert cut.scores.tolist() == [tree.scores[n].item() for n in kept]
     left_out = [ranks[n] for n in range(1, len(ranks)) if n not in kept]
     assert all(ranks[n] >= max(left_out, default=-9.0) for n in kept[1:])
 

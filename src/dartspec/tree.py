@@ -69,10 +69,10 @@ def check(tree: TokenTree) -> None:
             "expected equally many"
         )
     _core.check_parents(tree.parents.contiguous().numpy())
-    lowest = int(tree.tokens.min())
+    lowest = int(tree.tokens.numpy().min())
     if lowest < 0:
         raise DartspecError(f"tree holds token {lowest}, expected ids from 0 on")
-    if bool(torch.isnan(tree.scores).any()):
+    if bool(np.isnan(tree.scores.numpy()).any()):
         raise DartspecError("tree holds a NaN score, expected numbers that can be ranked")
 
 
@@ -122,21 +122,21 @@ def merge_paths(root: int, paths: Iterable[Sequence[int]], budget: int) -> Token
 def truncate(tree: TokenTree, budget: int) -> TokenTree:
     """The best `budget` draft tokens, in the tree's own order; closed under ancestors whatever the scores.
 
-    A node ranks by the lowest score on its path, then by depth, then by index: a child never before its parent.
+    A node ranks by the lowest score on its path, then by index: a child never before its parent. So a tree whose
+    scores fall with the index, as those of `lattice.build_tree`, is cut to its first nodes.
     """
     _check_budget(budget)
     n = len(tree.parents)
     if n - 1 <= budget:
         return tree
+    scores = tree.scores.numpy()
+    if bool((scores[2:] <= scores[1:-1]).all()):
+        return TokenTree(*(part[: budget + 1] for part in tree))
     parents = tree.parents.tolist()
-    rank: list[float] = tree.scores.tolist()
-    rank[0] = float("inf")
-    depth = [0] * n
+    rank = [float("inf"), *scores[1:].tolist()]
     for i in range(1, n):
         rank[i] = min(rank[i], rank[parents[i]])
-        depth[i] = depth[parents[i]] + 1
-    best = sorted(range(n), key=lambda i: (-rank[i], depth[i], i))[: budget + 1]
-    kept = sorted(best)
+    kept = sorted(sorted(range(n), key=lambda i: (-rank[i], i))[: budget + 1])
     new_index = {old: new for new, old in enumerate(kept)}
     index = torch.tensor(kept)
     new_parents = [-1] + [new_index[parents[i]] for i in kept[1:]]
