@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from dartspec.errors import DartspecError
 from dartspec.target.load import LoadedModel, MemoryPlan, cache_dir, from_memory, load_model
 from dartspec.target.target import Target
 from dartspec.text import Text
-from dartspec.types import Drafter, SamplingParams
+from dartspec.types import Drafter, Processor, SamplingParams
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 ASSETS = Path(__file__).parent / "assets"
@@ -145,13 +146,13 @@ class LM:
         logits_processor: Any = None,
         stopping_criteria: Any = None,
         generation_config: Any = None,
-        attention_mask: Tensor | None = None,
-        **_model_kwargs: Any,
+        **model_kwargs: Any,
     ) -> Tensor:
         """For `model.generate(ids, custom_generate=lm.custom_generate, ...)`: transformers prepares, we decode.
 
         Its logits processors and warpers run on every node's own path, its end-of-text ids and lengths apply, and
-        `torch.manual_seed` seeds the noise. Beam search, scores and further stopping criteria are refused.
+        `torch.manual_seed` seeds the noise. Beam search, scores and further stopping criteria are refused. Ids beyond
+        the tokenizer's are never written, which transformers itself does not ensure.
         """
         c = generation_config
         for name, plain in (("num_beams", 1), ("num_return_sequences", 1), ("return_dict_in_generate", False)):
@@ -165,17 +166,20 @@ class LM:
         seed = int(torch.randint(2**62, ()))
         params = SamplingParams(
             temperature=1.0 if c.do_sample else 0.0,
-            processors=tuple(logits_processor or ()),
             seed=seed,
             max_tokens=int(c.max_length) - input_ids.shape[1],
             stop_token_ids=() if eos is None else tuple(int(i) for i in eos.flatten()),
             ignore_eos=True,
         )
+        # not a named argument: transformers would pass it twice
+        attention_mask = model_kwargs.get("attention_mask")
         padded = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        rows = [ids[mask.bool()] for ids, mask in zip(input_ids, padded, strict=True)]
-        answers: list[list[int]] = [[] for _ in rows]
-        requests = [Request(r.tolist(), params, i) for i, r in enumerate(rows)]
-        for chunk in generate(self.target, self.drafter, requests, num_nodes=self.nodes, batch=len(rows)):
+        requests = []
+        for i, (ids, mask) in enumerate(zip(input_ids, padded, strict=True)):
+            processors = tuple(_on_row(p, i, ids[~mask.bool()]) for p in logits_processor or ())
+            requests.append(Request(ids[mask.bool()].tolist(), replace(params, processors=processors), i))
+        answers: list[list[int]] = [[] for _ in requests]
+        for chunk in generate(self.target, self.drafter, requests, num_nodes=self.nodes, batch=len(requests)):
             answers[chunk.index] += chunk.ids
         longest = max(map(len, answers))
         pad = getattr(c, "_pad_token_tensor", None)
@@ -271,6 +275,17 @@ def _params(params: dict[str, Any]) -> SamplingParams:
     if unknown:
         raise DartspecError(f"unknown parameter {unknown[0]!r}; there are: {', '.join(known)}")
     return SamplingParams(**params)
+
+
+def _on_row(processor: Processor, row: int, padding: Tensor) -> Processor:
+    """A logits processor of transformers as it acts on one row of its left-padded batch: it sees the padding too."""
+    lengths = getattr(processor, "prompt_ignore_length", None)  # RepetitionPenaltyLogitsProcessor holds one a row
+    if isinstance(lengths, Tensor):
+        processor = copy.copy(processor)
+        processor.prompt_ignore_length = lengths[row : row + 1]  # type: ignore[attr-defined]
+    if not len(padding):
+        return processor
+    return lambda ids, logits: processor(torch.cat([padding[None].to(ids), ids], dim=1), logits)
 
 
 def _result(chunks: Sequence[Chunk], num_prompt_tokens: int) -> Result:
