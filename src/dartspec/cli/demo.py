@@ -178,7 +178,7 @@ def compare(lm: LM, texts: Sequence[str], params: SamplingParams, term: Terminal
     for i, (text, ids) in enumerate(zip(texts, prompts, strict=True)):
         _one(text, ids, (plain, dart), params, term)
         if plain.ids[i] != dart.ids[i]:
-            different.append({"prompt": i, **_divergence(lm, params, ids, plain.ids[i], dart.ids[i])})
+            different.append({"prompt": i, **divergence(lm, params, ids, plain.ids[i], dart.ids[i])})
     return Outcome((plain, dart), list(texts), different, params)
 
 
@@ -227,11 +227,11 @@ def _pair(sides: tuple[Side, Side], width: int, height: int | None) -> Table:
     return table
 
 
-def _divergence(lm: LM, params: SamplingParams, prompt: list[int], a: list[int], b: list[int]) -> dict[str, Any]:
+def divergence(lm: LM, params: SamplingParams, prompt: list[int], a: list[int], b: list[int]) -> dict[str, Any]:
     """Where two answers part, and by how little the target preferred the one over the other."""
     from dartspec.bench.equality import first_divergence
 
-    found: Any = first_divergence(lm.target, params, prompt, a, b)
+    found: Any = firstdivergence(lm.target, params, prompt, a, b)
     if found is None:
         return {}
     return dict(asdict(found) if is_dataclass(found) and not isinstance(found, type) else found._asdict())
