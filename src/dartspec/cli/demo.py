@@ -231,7 +231,7 @@ def divergence(lm: LM, params: SamplingParams, prompt: list[int], a: list[int], 
     """Where two answers part, and by how little the target preferred the one over the other."""
     from dartspec.bench.equality import first_divergence
 
-    found: Any = firstdivergence(lm.target, params, prompt, a, b)
+    found: Any = first_divergence(lm.target, params, prompt, a, b)
     if found is None:
         return {}
     return dict(asdict(found) if is_dataclass(found) and not isinstance(found, type) else found._asdict())
