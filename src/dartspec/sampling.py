@@ -105,8 +105,18 @@ class Sampler:
 
     def pick(self, logits: Tensor, history: Sequence[int], path: Sequence[int] = ()) -> int:
         """The target's token after `history + path`; arguments as in `process`. Ties go to the lowest id."""
+        row = self.perturbed(logits, history, path)
+        best = int(row.argmax())
+        if not float(row[best]) > -torch.inf:  # NaN too
+            raise no_token()
+        return best
+
+    def perturbed(self, logits: Tensor, history: Sequence[int], path: Sequence[int] = ()) -> Tensor:
+        """(num_tokens,) float32 of which a pick is the argmax: processed logits, plus the noise when sampling."""
         row = self.process(logits, history, path)
-        return self._choose(row, len(history) + len(path))
+        if self.params.temperature > 0:
+            row = row + self._gumbel(len(history) + len(path), len(row), row.device)
+        return row
 
     def pick_rows(self, logits: Tensor, positions: Sequence[int]) -> list[int]:
         """All rows at once, for accelerators: (N, V) logits and the absolute position of each token to be picked.
@@ -126,14 +136,6 @@ class Sampler:
         row = torch.log_softmax(logits[: self.num_tokens].float(), -1)
         best = row.topk(min(top, len(row)))
         return float(row[token]), list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-
-    def _choose(self, row: Tensor, position: int) -> int:
-        if self.params.temperature > 0:
-            row = row + self._gumbel(position, len(row), row.device)
-        best = int(row.argmax())
-        if not float(row[best]) > -torch.inf:  # NaN too
-            raise no_token()
-        return best
 
     def _gumbel(self, position: int, size: int, device: torch.device) -> Tensor:
         if self._noise is not None:

@@ -26,12 +26,16 @@ def _walk(
         node = path[-1]
         drafted = [tokens[i] for i in path[1:]]
         row = sampler.process(scores.logits[node], history, drafted)
-        pick = sampler._choose(row, key(node, len(history) + len(drafted)))
+        pick = _choose(sampler, row, key(node, len(history) + len(drafted)))
         children = [i for i in range(1, len(tokens)) if parents[i] == node]
         hit = next((i for i in children if tokens[i] == pick), None)
         if hit is None:
             return path, pick, not children
         path.append(hit)
+
+
+def _choose(sampler: Sampler, row: Tensor, key: int) -> int:
+    return int((row + sampler._gumbel(key, len(row), row.device)).argmax())
 
 
 def _verdict(path: list[int], bonus: int, tree: TokenTree) -> Verdict:
@@ -44,7 +48,7 @@ def second_draw_after_a_miss(scores: Scores, tree: TokenTree, sampler: Sampler, 
     if not leaf:
         drafted = tree.tokens[path[1:]].tolist()
         row = sampler.process(scores.logits[path[-1]], history, drafted)
-        pick = sampler._choose(row, len(history) + len(drafted) + FRESH)
+        pick = _choose(sampler, row, len(history) + len(drafted) + FRESH)
     return _verdict(path, pick, tree)
 
 
@@ -56,7 +60,7 @@ def bonus_from_the_residual(scores: Scores, tree: TokenTree, sampler: Sampler, h
         drafted = tree.tokens[path[1:]].tolist()
         row: Tensor = sampler.process(scores.logits[path[-2]], history, drafted[:-1]).clone()
         row[drafted[-1]] = -torch.inf
-        pick = sampler._choose(row, len(history) + len(drafted))
+        pick = _choose(sampler, row, len(history) + len(drafted))
     return _verdict(path, pick, tree)
 
 
@@ -76,7 +80,7 @@ def most_likely_child(scores: Scores, tree: TokenTree, sampler: Sampler, history
         best = int(row.argmax())
         hit = next((i for i in range(1, len(tokens)) if parents[i] == path[-1] and tokens[i] == best), None)
         if hit is None:
-            return _verdict(path, sampler._choose(row, len(history) + len(drafted)), tree)
+            return _verdict(path, _choose(sampler, row, len(history) + len(drafted)), tree)
         path.append(hit)
 
 
@@ -86,7 +90,7 @@ def penalties_of_the_root(scores: Scores, tree: TokenTree, sampler: Sampler, his
     path = [0]
     while True:
         row = sampler.process(scores.logits[path[-1]], history, ())
-        pick = sampler._choose(row, len(history) + len(path) - 1)
+        pick = _choose(sampler, row, len(history) + len(path) - 1)
         hit = next((i for i in range(1, len(tokens)) if parents[i] == path[-1] and tokens[i] == pick), None)
         if hit is None:
             return _verdict(path, pick, tree)
