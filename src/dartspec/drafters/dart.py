@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from dartspec.drafters._nn import Attention, Gated, GatedMLP, Norm, Product, RMSNorm, rope_table, rotate, use_core
 from dartspec.errors import DartspecError
+from dartspec.target.attention import attend
 from dartspec.types import Committed, TargetView, TokenTree
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ _SIZES = (
     "num_target_layers",
 )
 PREFILL_ROWS = 512  # clean rows a chunk while a long prompt is read
+FEW_ROWS = 32  # that many new rows go through one product together with the last one
 
 
 @dataclass(frozen=True)
@@ -417,8 +419,8 @@ class DartDrafter:
             net = _converted(net, dtype, device)
             threads = torch.get_num_threads()
             packed = use_core(device, dtype)
+            self._threads = threads
             attn, layer = net.layer.self_attn, net.layer
-            self._packed, self._threads = packed, threads
             self._fc = Product([net.fc.weight], packed, threads)
             self._qkv = Product([attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight], packed, threads)
             self._kv = Product([attn.k_proj.weight, attn.v_proj.weight], packed, threads)
@@ -440,8 +442,6 @@ class DartDrafter:
         forbidden = ids >= view.num_tokens
         self._forbidden = forbidden if bool(forbidden.any()) else None
         self._cos, self._sin = rope_table(torch.arange(0, device=device), c.head_dim, c.rope_theta)
-        # row i of the last d rows sees the clean prefix and the masks before and at i; False = hidden
-        self._own = torch.ones(c.d, c.num_masks, dtype=torch.bool, device=device).tril(-1)
 
     # -- the interface ---------------------------------------------------------------------------------------------
 
@@ -494,27 +494,28 @@ class DartDrafter:
             logits[:, self._forbidden] = float("-inf")
         k = min(TOP_K, logits.shape[-1])
         best, where = logits.topk(k, dim=-1)
-        log_probs = best - torch.logsumexp(logits, dim=-1, keepdim=True)
-        # NaN sorts first and an infinity makes the sum infinite, so the best entry tells
-        log_probs = log_probs.masked_fill(~torch.isfinite(log_probs[:, :1]), float("-inf"))
+        top = best[:, :1]
+        log_probs = (best - top) - logits.sub_(top).exp_().sum(-1, keepdim=True).log_()
+        # NaN sorts first, and infinity less infinity is NaN: the best entry tells
+        log_probs = log_probs.where(log_probs[:, :1] > -1e30, float("-inf"))
         shape = (batch, self.config.d, k)
         return log_probs.view(shape).cpu(), self._ids[where].view(shape).cpu()
 
     def _forward(self, new: Sequence[Committed]) -> Tensor:
         """(B * d, H) rows, final norm applied: each sequence's last clean row, then its masks."""
         c = self.config
-        d, m = c.d, c.num_masks
+        d = c.d
         width = c.num_attention_heads * c.head_dim
         attended = torch.empty(len(new) * d, width, dtype=self.view.dtype, device=self.view.device)
         residual = torch.empty(len(new) * d, c.hidden_size, dtype=self.view.dtype, device=self.view.device)
         for i, one in enumerate(new):
             prefix, features, ids = self._take(one)
-            for at in range(0, len(ids) - 1, PREFILL_ROWS):
-                rows = slice(at, min(at + PREFILL_ROWS, len(ids) - 1))
-                if len(ids) <= PREFILL_ROWS // 8:
-                    break  # few rows: they go together with the last one
-                self._read(prefix, features[rows], ids[rows])
-            rest = slice(prefix.length - (len(one.history) - 1 - len(ids)), None)
+            done = 0
+            while (left := len(ids) - done) > FEW_ROWS:  # the last row stays: it is one of the d that predict
+                chunk = slice(done, done + min(PREFILL_ROWS, left - 1))
+                self._read(prefix, features[chunk], ids[chunk])
+                done = chunk.stop
+            rest = slice(done, None)
             span = slice(i * d, (i + 1) * d)
             self._last_rows(prefix, features[rest], ids[rest], residual[span], attended[span])
         x = residual + self._o(attended)
@@ -528,7 +529,8 @@ class DartDrafter:
         if one.features is None or tuple(one.features.shape) != (n, len(c.taps), c.target_hidden_size):
             found = None if one.features is None else list(one.features.shape)
             raise DartspecError(
-                f"DART wants features of shape {[n, len(c.taps), c.target_hidden_size]} for {n} new tokens, found {found}"
+                f"DART wants features of shape {[n, len(c.taps), c.target_hidden_size]} for {n} new tokens, "
+                f"found {found}"
             )
         prefix = self._prefixes.get(one.slot)
         if prefix is None:
@@ -536,8 +538,8 @@ class DartDrafter:
             self._prefixes[one.slot] = prefix
         if n < 1 or prefix.length != length - 1 - n:
             raise DartspecError(
-                f"slot {one.slot}: {n} new of {length} committed tokens, but the drafter has read {prefix.length} rows; "
-                "reset the slot and give every position since the start"
+                f"slot {one.slot}: {n} new of {length} committed tokens, but the drafter has read {prefix.length} "
+                "rows; reset the slot and give every position since the start"
             )
         prefix.reserve(length - 1 + c.num_masks)
         self._grow_table(length - 1 + c.num_masks)
@@ -585,13 +587,10 @@ class DartDrafter:
         keys[:, at:] = turned[:, heads:].transpose(0, 1)
         values[:, at:] = qkv[:, heads + kv :].transpose(0, 1)
         prefix.length = at + n  # the masks' entries lie behind it and will be overwritten
-        q = turned[n - 1 :, :heads]  # (d, heads, dim)
-        q = q.view(c.d, kv, heads // kv, dim).permute(1, 2, 0, 3).reshape(kv, -1, dim)  # (kv, group * d, dim)
-        scores = torch.bmm(q, keys.transpose(1, 2)).float().mul_(dim**-0.5)
-        own = scores.view(kv, heads // kv, c.d, end)[..., at + n :]
-        own.masked_fill_(~self._own, float("-inf"))
-        out = torch.bmm(scores.softmax(-1).to(values.dtype), values)  # (kv, group * d, dim)
-        attended_out.view(c.d, kv, heads // kv, dim).copy_(out.view(kv, heads // kv, c.d, dim).permute(2, 0, 1, 3))
+        # the last row and the masks are the last d keys too, so plain causal attention is what each may see
+        q = turned[n - 1 :, :heads].transpose(0, 1)  # (heads, d, dim)
+        out = attend(q[None], keys[None], values[None], None, causal=True, num_threads=self._threads)
+        attended_out.copy_(out.view(c.d, heads * dim))
 
 
 def _converted(net: DartNet, dtype: torch.dtype, device: torch.device) -> DartNet:
