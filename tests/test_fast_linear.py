@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -114,3 +116,14 @@ def test_threads_at_once_from_python():
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda _: apply(packed, x, threads=2), range(400)))
     assert all(torch.equal(y, expected) for y in results)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_has_threads_of_its_own():
+    packed, x = pack((random(512, 256), None)), random(9, 256, seed=1)
+    expected = apply(packed, x, threads=2)  # the pool's thread runs in this process
+    child = os.fork()
+    if child == 0:
+        same = all(torch.equal(apply(packed, x, threads=2), expected) for _ in range(50))
+        os._exit(0 if same else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
