@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import struct
@@ -34,6 +35,8 @@ from dartspec.errors import DartspecError
 from dartspec.types import RoundRecord, SamplingParams
 
 VERBS = ("demo", "generate", "chat", "train", "doctor", "ngram build", "ngram info", "ngram query")
+# times are not asserted: on a busy machine any of these may come
+VERDICT = re.compile(r"(\d+\.\dx: M \d+\.\d, a round costs|no gain: |M \d+\.\d, gain unknown: )")
 EXACT = ("--dtype", "float32", "--nodes", "6")
 
 
@@ -145,7 +148,7 @@ def test_generate_streams_the_apis_text_and_ends_with_the_verdict(folder: str) -
     assert lines[0] == f"loading {folder}"
     assert lines[1].startswith("memory: ")
     assert "drafter prompt-lookup" in lines[2]
-    assert lines[-1].startswith("no gain: M 1.")
+    assert VERDICT.match(lines[-1])
 
 
 def test_auto_says_in_one_line_what_it_chose(folder: str) -> None:
@@ -266,7 +269,7 @@ def test_chat_for_people_streams_and_says_what_it_was_worth(folder: str) -> None
     result = run("chat", folder, "-n", "8", *EXACT, input="the thing\n")
     assert result.exit_code == 0
     assert result.stdout == memory(prompt=[{"role": "user", "content": "the thing"}], max_tokens=8).text + "\n"
-    assert result.stderr.splitlines()[-1].startswith("no gain")
+    assert VERDICT.match(result.stderr.splitlines()[-1])
 
 
 class Interrupting(prompt_lookup.PromptLookup):
@@ -330,7 +333,7 @@ def test_demo_for_people_shows_both_texts_the_table_and_the_terms(folder: str) -
     assert result.exit_code == 0, result.stderr
     for words in ("plain", "prompt_lookup", "tokens/s", "verify", "S = M * T_AR / T_round", "bound", "texts: equal"):
         assert words in result.stdout
-    assert result.stdout.splitlines()[-1].startswith("no gain")
+    assert VERDICT.match(result.stdout.splitlines()[-1])
 
 
 def test_demo_says_where_texts_part(folder: str) -> None:
@@ -340,7 +343,12 @@ def test_demo_says_where_texts_part(folder: str) -> None:
     other = list(outcome.sides[0].ids[0])
     other[2] = (other[2] + 1) % 200
     parted = demo_verb.divergence(lm, outcome.params, prompt, outcome.sides[0].ids[0], other)
-    assert parted["position"] == 2
+    assert parted["index"] == 2
+    assert parted["token_b"] == other[2]
+    assert parted["text_b"] == lm.text.decode([other[2]])
+    far = {"prompt": 0, **parted, "gap_ulps": 1234.5}
+    assert "more than rounding explains" in demo_verb.parting(far)
+    assert "which rounding explains" in demo_verb.parting({**far, "gap_ulps": 0.5})
 
 
 def test_the_shipped_prompts_are_mixed_and_our_own() -> None:
@@ -742,6 +750,9 @@ def test_the_sentence_names_the_gain_or_the_term_to_blame(drafter: Path, tmp_pat
     assert said(lm, 10, rounds(4, 15, 2, 11, 12)) == (
         "no gain: M 2.0, a round costs 2.4 steps, 1.3 of them beside the model"
     )
+    assert said(lm, 10, rounds(4, 15, 2, 5)).startswith(
+        "M 2.0, gain unknown: a round took 6.0 ms and a plain step 10.0"
+    )
     badly = rounds(4, 15, 1, 11)
     assert said(lm, 10, badly) == "no gain: M 1.0 (the drafter guesses this text badly)"
     assert said(lm, 10, badly, raw=True) == "no gain: M 1.0 (no chat template, the drafter was trained with one)"
@@ -760,6 +771,10 @@ def test_the_plain_step_is_measured_once_a_stretch_of_context() -> None:
     assert step.ms([6] * 200, params) == first
     assert step.ms([6] * 300, params) > 0
     assert list(step._known) == [0, 1]
+    # rounds that drafted nothing are plain steps already
+    own = rounds(5, 0, 1, 9)
+    own.rounds += rounds(5, 15, 4, 19).rounds
+    assert after_answer(lm, step, [1], own, params, False) == "1.7x: M 2.5, a round costs 1.5 steps"
     result = lm.generate("the", max_tokens=1)
     assert after_answer(lm, step, [1], result.metrics, params, False) == "nothing to measure: the answer took no round"
 

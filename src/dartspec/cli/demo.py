@@ -7,10 +7,11 @@ between rounds, where no clock runs: tokens/s are the engine's, not the screen's
 from __future__ import annotations
 
 import json as json_module
+import math
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 128
 FRAMES_A_SECOND = 12
+FEW_ULPS = 4.0  # gaps that the rounding of another batch shape explains (docs/losslessness.md)
 STAGES = ("draft", "search", "verify", "other")
 
 
@@ -103,7 +105,8 @@ class Side:
             text.append("\n" * max(0, height - len(lines)))
         m = self.current
         speed = "" if m is None or not m.num_rounds else f"{m.tokens_per_s:.1f} tokens/s, M {m.M:.2f}"
-        return Panel(text, title=self.title, subtitle=speed, title_align="left", subtitle_align="left")
+        title = self.title if self.title == "plain" else f"{self.title} (green: drafted and accepted)"
+        return Panel(text, title=title, subtitle=speed, title_align="left", subtitle_align="left")
 
 
 @dataclass
@@ -168,10 +171,8 @@ def _terms(speed: Any) -> dict[str, float]:
 def compare(lm: LM, texts: Sequence[str], params: SamplingParams, term: Terminal) -> Outcome:
     """Runs both on every prompt, in turns, and compares the texts."""
     plain = Side("plain", lm.with_drafter("none", nodes=0))
-    dart = Side(lm.drafter_name.upper() if lm.drafter_name == "dart" else lm.drafter_name, lm)
+    dart = Side("DART" if lm.drafter_name == "dart" else lm.drafter_name, lm)
     prompts = [lm.encode([{"role": "user", "content": t}]) for t in texts]
-    from dataclasses import replace
-
     for side in (plain, dart):
         side.lm.generate(prompts[0], params=replace(params, max_tokens=min(8, params.max_tokens)))
     different = []
@@ -191,7 +192,7 @@ def _one(text: str, ids: list[int], sides: tuple[Side, Side], params: SamplingPa
         side.shown, side.current = RichText(), None
     console = term.out
     console.print(RichText(printable(text), style="bold"))
-    height = max(3, min(16, console.height - 6))
+    height = max(3, min(16, console.height - 4))
     live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
     with live or _Still():
         drawn = 0.0
@@ -228,13 +229,14 @@ def _pair(sides: tuple[Side, Side], width: int, height: int | None) -> Table:
 
 
 def divergence(lm: LM, params: SamplingParams, prompt: list[int], a: list[int], b: list[int]) -> dict[str, Any]:
-    """Where two answers part, and by how little the target preferred the one over the other."""
+    """Where two answers part, and by how little the target preferred the one over the other. JSON-ready."""
     from dartspec.bench.equality import first_divergence
 
-    found: Any = first_divergence(lm.target, params, prompt, a, b)
-    if found is None:
-        return {}
-    return dict(asdict(found) if is_dataclass(found) and not isinstance(found, type) else found._asdict())
+    found = first_divergence(lm.target, params, prompt, a, b)
+    assert found is not None
+    tokens = [None if i is None else lm.text.decode([i], skip_special=False) for i in (found.token_a, found.token_b)]
+    facts = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(found).items()}
+    return {**facts, "text_a": tokens[0], "text_b": tokens[1]}
 
 
 def _report(outcome: Outcome, term: Terminal) -> None:
@@ -263,8 +265,7 @@ def _report(outcome: Outcome, term: Terminal) -> None:
         )
     if outcome.different:
         for d in outcome.different:
-            facts = ", ".join(f"{k} {_short(v)}" for k, v in d.items() if k != "prompt")
-            term.say(f"prompt {d['prompt'] + 1}: texts differ ({facts})")
+            term.say(parting(d))
     else:
         term.say(f"texts: equal, token for token ({sum(map(len, outcome.sides[0].ids))} tokens)")
     if outcome.params.temperature > 0:
@@ -272,8 +273,13 @@ def _report(outcome: Outcome, term: Terminal) -> None:
     term.say(sentence(outcome.sides[1].lm, speed, merged[1]), style="bold")
 
 
-def _short(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def parting(d: dict[str, Any]) -> str:
+    """One line on where two texts part and whether rounding explains it."""
+    where = f"prompt {d['prompt'] + 1}: texts part at token {d['index']}, {d['text_a']!r} and {d['text_b']!r}"
+    ulps = d["gap_ulps"]
+    if ulps is not None and ulps <= FEW_ULPS:
+        return printable(f"{where}: their logits are {ulps:.1f} units in the last place apart, which rounding explains")
+    return printable(f"{where}: a gap of {ulps} units in the last place, more than rounding explains; please report it")
 
 
 def _wrapper() -> Any:

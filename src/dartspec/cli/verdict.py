@@ -1,7 +1,8 @@
 """One sentence on what speculation was worth, from measured terms.
 
 `1.6x: M 2.4, a round costs 1.5 steps`, or `no gain: ...` with the term that is to blame. Nothing here is estimated: M
-and the round come from the answer's own rounds, the step from plain decoding in the same engine.
+and the round come from the answer's own rounds, the step from plain decoding in the same engine: from the answer's own
+rounds without drafts where it has enough of them, else from a few plain steps behind the answer (`PlainStep`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from dartspec.types import SamplingParams
 
 GAIN = 1.05  # below this, timing noise and gain cannot be told apart
+DOUBT = 0.95  # a round of fewer plain steps than this cannot be: one of the two was disturbed
 FEW = 1.3  # committed tokens a round below which the guesses, not the costs, are to blame
 CONTEXT_STEP = 256  # plain steps are measured once for each stretch of this many positions
 CONTEXT_MOST = 1024  # and on at most this much of the text, so that measuring stays cheap
@@ -55,13 +57,20 @@ def after_answer(lm: LM, step: PlainStep, ids: list[int], metrics: Metrics, para
         return "nothing to measure: the answer took no round"
     if lm.drafter_name == "none":
         return f"plain decoding: {metrics.tokens_per_s:.1f} tokens/s, {metrics.ms_per_token:.1f} ms a step"
-    plain_ms = step.ms(ids, params)
+    # a round without drafts is a plain step, timed in the very answer
+    own = [r.round_ms for r in metrics.rounds if not r.num_drafted]
+    plain_ms = statistics.median(own) if len(own) >= STEPS else step.ms(ids, params)
     speed = SpeedUp(metrics.M, plain_ms, metrics.ms_per_round, metrics.verify_ms / metrics.num_rounds)
     return sentence(lm, speed, metrics, raw)
 
 
 def sentence(lm: LM, speed: SpeedUp, metrics: Metrics, raw: bool = False) -> str:
-    """The gain and its two terms, or why there is none."""
+    """The gain and its two terms, or why there is none, or that the times contradict each other."""
+    if lm.nodes and speed.round_in_steps < DOUBT:
+        return (
+            f"M {speed.M:.1f}, gain unknown: a round took {speed.round_ms:.1f} ms and a plain step "
+            f"{speed.plain_ms:.1f} ms, so something else keeps this machine busy"
+        )
     if speed.speed_up >= GAIN:
         return f"{speed.speed_up:.1f}x: M {speed.M:.1f}, a round costs {speed.round_in_steps:.1f} steps"
     if lm.nodes == 0:
