@@ -95,6 +95,10 @@ def converse(lm: LM, params: SamplingParams, term: Terminal, system: str | None)
             if typing:
                 term.say("")
             return turns
+        except KeyboardInterrupt:
+            if typing:
+                term.say("")
+            raise
         if line == "/quit":
             return turns
         if line == "/reset":
