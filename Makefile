@@ -70,7 +70,7 @@ $(VENV)/.dev: $(VENV)/.build pyproject.toml
 core:  ## build the C++ core into src/ for work on the sources (PYTHONPATH=src)
 	cmake -S . -B build/dev -G Ninja -DPython_EXECUTABLE=$$(command -v $(PYTHON)) -DCMAKE_BUILD_TYPE=Release >/dev/null
 	cmake --build build/dev
-	cp --remove-destination build/dev/_core*.so build/dev/_core.pyi src/dartspec/
+	install build/dev/_core*.so build/dev/_core.pyi src/dartspec/
 
 lint: $(VENV)/.package $(VENV)/.dev  ## style and types only
 	$(BIN)/ruff check .
