@@ -18,7 +18,7 @@ from dartspec.errors import DartspecError
 from dartspec.sampling import Sampler
 from dartspec.target.target import Session, Target
 from dartspec.text import StopStrings, Text
-from dartspec.tree import depths
+from dartspec.tree import check, depths
 from dartspec.types import Committed, Drafter, RoundRecord, SamplingParams, Scores, TokenTree, Verdict
 from dartspec.verify import verify
 
@@ -36,7 +36,8 @@ class Request:
 class Chunk:
     """What one round committed to one sequence.
 
-    index: the request's. ids: new tokens. num_accepted: draft tokens among them, the first ones.
+    index: the request's. ids: new tokens. num_accepted: draft tokens among them, the first ones (`metrics` counts those
+    that a stop cut off as well).
     text: the characters that became certain; a half character or a possible stop string is held back.
     log_probs: per token (log-probability, likeliest alternatives), when asked for.
     finish: None, or why the sequence ended with this chunk: "stop" or "length". `metrics` is then complete.
@@ -65,11 +66,17 @@ def generate(
     """Decodes every request, up to `batch` at a time; chunks come round by round, and end with `finish` set.
 
     num_nodes: draft tokens a tree may have, or a function of the number of sequences in the round.
-    Raises DartspecError before any work when a prompt is empty or does not fit the model's context.
+    Raises DartspecError before any work when a prompt is empty or does not fit the model's context, and later when the
+    drafter breaks its contract: another root, a malformed tree, too many nodes, ids that the model does not have.
     """
+    if batch < 1:
+        raise DartspecError(f"batch is {batch}; it must be 1 or more")
     sequences = [_Sequence(i, r, target, text) for i, r in enumerate(requests)]
     nodes = num_nodes if callable(num_nodes) else lambda _batch: num_nodes
-    most = max((nodes(b) for b in range(1, batch + 1)), default=0)
+    sizes = [nodes(b) for b in range(1, batch + 1)]
+    most = max(sizes)
+    if min(sizes) < 0:
+        raise DartspecError(f"num_nodes is {min(sizes)}; it must be 0 (plain decoding) or more")
     capacity = max((s.limit for s in sequences), default=0) + most + 1
     session = target.session(min(batch, len(sequences)), capacity, drafter.taps)
     waiting, alive = sequences[::-1], list[_Sequence]()
@@ -86,15 +93,16 @@ def generate(
                 return
             slots = [s.index for s in alive]
             clock = _Clock(target.device, drafter)
-            drafts = drafter.propose([s.news for s in alive], [s.room(nodes(len(alive))) for s in alive])
-            trees = [s.fit(tree) for s, tree in zip(alive, drafts, strict=True)]
+            room = [s.room(nodes(len(alive))) for s in alive]
+            drafts = drafter.propose([s.news for s in alive], room)
+            trees = [s.fit(t, b) for s, t, b in zip(alive, drafts, room, strict=True)]
             clock.drafted()
             scores = session.score(slots, trees)
             clock.verified()
             verdicts = [verify(r, t, s.sampler, s.ids) for r, t, s in zip(scores, trees, alive, strict=True)]
             session.keep(slots, [v.path for v in verdicts])
             chunks = [s.commit(r, t, v) for s, r, t, v in zip(alive, scores, trees, verdicts, strict=True)]
-            clock.record(alive, chunks)
+            clock.record(alive, chunks, [v.num_accepted for v in verdicts])
             for s in alive:
                 if s.finish:
                     session.free(s.index)
@@ -125,6 +133,7 @@ class _Sequence:
         self.index, self.num_prompt = index, len(prompt)
         self.limit = min(len(prompt) + params.max_tokens, target.max_positions)
         self.ids = prompt  # every committed token
+        self._vocab_size = target.vocab_size
         self.sampler = Sampler(params, target.num_tokens, len(prompt), request.sample)
         self.metrics = Metrics(num_prompt_tokens=len(prompt))
         self.finish: str | None = None
@@ -139,8 +148,21 @@ class _Sequence:
         """Nodes worth drafting: none when only one token is left to write."""
         return num_nodes if self.limit - len(self.ids) > 1 else 0
 
-    def fit(self, tree: TokenTree) -> TokenTree:
-        """The tree without nodes that could never be kept: so deep that the length limit or the context cuts them."""
+    def fit(self, tree: TokenTree, budget: int) -> TokenTree:
+        """The tree without nodes that could never be kept: so deep that the length limit or the context cuts them.
+
+        The text is right for every tree that hangs at the last committed token, so just that is made sure of.
+        """
+        check(tree)
+        if tree.num_drafts > budget:
+            raise DartspecError(f"the drafter proposed {tree.num_drafts} nodes; at most {budget} were asked for")
+        if int(tree.tokens[0]) != self.ids[-1]:
+            raise DartspecError(
+                f"the drafter's tree has root {int(tree.tokens[0])}; it must be {self.ids[-1]}, the last committed token"
+            )
+        highest = int(tree.tokens.max())
+        if highest >= self._vocab_size:
+            raise DartspecError(f"the drafter proposed token {highest}; the target has ids 0 to {self._vocab_size - 1}")
         left = self.limit - len(self.ids)
         if len(tree.tokens) <= left:
             return tree  # no path is longer than the tree
@@ -227,15 +249,18 @@ class _Clock:
     def verified(self) -> None:
         self._verified = self._now()
 
-    def record(self, sequences: Sequence[_Sequence], chunks: Sequence[Chunk]) -> None:
-        """Adds the round to each sequence's metrics; `other` is what neither drafter nor target took."""
+    def record(self, sequences: Sequence[_Sequence], chunks: Sequence[Chunk], accepted: Sequence[int]) -> None:
+        """Adds the round to each sequence's metrics; `other` is what neither drafter nor target took.
+
+        accepted: draft tokens walked, those that a stop cut off from the chunk included.
+        """
         now, search = self._now(), self._search_ms() - self._searched
-        for sequence, chunk in zip(sequences, chunks, strict=True):
+        for sequence, chunk, num_accepted in zip(sequences, chunks, accepted, strict=True):
             assert chunk.tree is not None
             sequence.metrics.rounds.append(
                 RoundRecord(
                     num_drafted=chunk.tree.num_drafts,
-                    num_accepted=chunk.num_accepted,
+                    num_accepted=num_accepted,
                     num_committed=len(chunk.ids),
                     draft_ms=self._drafted - self._began - search,
                     search_ms=search,
