@@ -76,6 +76,34 @@ struct NgramState {
   bool operator==(const NgramState&) const = default;
 };
 
+// A few distinct tokens, each with a number, and a small hash table that finds it.
+struct WantedTokens {
+  static constexpr std::uint32_t kSlots = 1024;
+  std::vector<std::int32_t> tokens, next;  // next: the following number in the same slot, or -1
+  std::vector<std::int32_t> head = std::vector<std::int32_t>(kSlots, -1);
+  int n = 0;
+
+  void clear(std::size_t capacity) {
+    if (tokens.size() < capacity) {
+      tokens.resize(capacity);
+      next.resize(capacity);
+    }
+    std::fill(head.begin(), head.end(), -1);
+    n = 0;
+  }
+  int find(std::uint32_t token) const {
+    int i = head[token % kSlots];
+    while (i >= 0 && static_cast<std::uint32_t>(tokens[i]) != token) i = next[i];
+    return i;
+  }
+  void add(std::int32_t token) {  // not yet there, not negative, within the capacity
+    std::int32_t& slot = head[static_cast<std::uint32_t>(token) % kSlots];
+    tokens[n] = token;
+    next[n] = slot;
+    slot = n++;
+  }
+};
+
 class NgramIndex {
  public:
   // Maps the file read-only and checks header and directory; the sections are checked by verify().
@@ -99,12 +127,11 @@ class NgramIndex {
   std::vector<std::pair<std::int32_t, double>> continuations(const NgramState& state, std::size_t top) const;
 
   // --- the search's view -------------------------------------------------------------------------------------
-  // Calls hit(i, child, child_level) for each sorted[i] that follows `node` of `level` (1-based). `sorted` is
-  // ascending without repeats.
+  // Calls hit(i, child, child_level) for each wanted.tokens[i] that follows `node` of `level` (1-based).
   template <class Hit>
-  void match(int level, std::uint32_t node, const std::int32_t* sorted, int n, Hit&& hit) const {
-    if (info_token_bytes_ == 2) match_as<std::uint16_t>(level, node, sorted, n, hit);
-    else match_as<std::uint32_t>(level, node, sorted, n, hit);
+  void match(int level, std::uint32_t node, const WantedTokens& wanted, Hit&& hit) const {
+    if (info_token_bytes_ == 2) match_as<std::uint16_t>(level, node, wanted, hit);
+    else match_as<std::uint32_t>(level, node, wanted, hit);
   }
   std::uint8_t code(int level, std::uint32_t node) const {
     return static_cast<const std::uint8_t*>(levels_[level - 1].values)[node];
@@ -143,25 +170,37 @@ class NgramIndex {
   double node_probability(int level, std::uint32_t child, std::uint32_t parent) const;
 
   template <class Token, class Hit>
-  void match_as(int level, std::uint32_t node, const std::int32_t* sorted, int n, Hit&& hit) const {
-    auto [at, end] = children(level, node);
+  void match_as(int level, std::uint32_t node, const WantedTokens& wanted, Hit&& hit) const {
+    const auto [begin, end] = children(level, node);
     const Token* tokens = static_cast<const Token*>(levels_[level].tokens);
-    constexpr std::int64_t kLinear = 16;
-    for (int i = 0; i < n && at < end; ++i) {
-      const auto want = static_cast<std::uint32_t>(sorted[i]);
-      std::uint32_t size = end - at;
-      if (size > kLinear) {  // branchless lower bound
-        const Token* base = tokens + at;
-        while (size > 1) {
-          const std::uint32_t half = size / 2;
-          base += (base[half - 1] < want) ? half : 0;
-          size -= half;
-        }
-        at = static_cast<std::uint32_t>(base - tokens) + (*base < want);
-      } else {
-        while (at < end && tokens[at] < want) ++at;
+    constexpr std::uint32_t kScan = 256;
+    if (end - begin <= kScan) {  // few children: ask each whether it is wanted
+      for (std::uint32_t at = begin; at < end; ++at) {
+        const int i = wanted.find(tokens[at]);
+        if (i >= 0) hit(i, at, level + 1);
       }
-      if (at < end && tokens[at] == want) hit(i, at, level + 1);
+      return;
+    }
+    // Many: look each wanted token up. Four binary searches in step hide each other's latency.
+    constexpr int kLanes = 4;
+    const Token* const from = tokens + begin;
+    for (int first = 0; first < wanted.n; first += kLanes) {
+      const int lanes = std::min(kLanes, wanted.n - first);
+      std::uint32_t want[kLanes];
+      for (int i = 0; i < kLanes; ++i) want[i] = static_cast<std::uint32_t>(wanted.tokens[first + std::min(i, lanes - 1)]);
+      const Token *a = from, *b = from, *c = from, *d = from;
+      for (std::size_t size = end - begin; size > 1; size -= size / 2) {
+        const std::size_t half = size / 2;
+        a += std::size_t(a[half - 1] < want[0]) * half;
+        b += std::size_t(b[half - 1] < want[1]) * half;
+        c += std::size_t(c[half - 1] < want[2]) * half;
+        d += std::size_t(d[half - 1] < want[3]) * half;
+      }
+      const Token* const last[kLanes] = {a, b, c, d};
+      for (int i = 0; i < lanes; ++i) {
+        const auto at = static_cast<std::uint32_t>(last[i] - tokens) + (*last[i] < want[i]);
+        if (at < end && tokens[at] == want[i]) hit(first + i, at, level + 1);
+      }
     }
   }
 

@@ -44,35 +44,28 @@ void TreeSearch::Best::insert(double score, std::int32_t id) {
 // Fills the row's arrays; returns how many candidates it has.
 int TreeSearch::prepare_row(const float* log_probs, const std::int32_t* tokens, int k, double decay,
                             std::span<const std::int32_t> eos) {
-  int usable = 0;
-  for (int j = 0; j < k; ++j)
-    if (std::isfinite(log_probs[j]) && tokens[j] >= 0)
-      order_[usable++] = (static_cast<std::uint64_t>(tokens[j]) << 32) | static_cast<std::uint32_t>(j);
-  std::sort(order_.begin(), order_.begin() + usable);
-  // Of equal tokens, neighbours now, the likelier one stays, then the one further left; the rest leave.
-  int distinct = 0;
-  for (int i = 0; i < usable; ++i) {
-    if (distinct > 0 && (order_[distinct - 1] >> 32) == (order_[i] >> 32)) {
-      const auto held = static_cast<std::uint32_t>(order_[distinct - 1]), other = static_cast<std::uint32_t>(order_[i]);
-      if (log_probs[other] > log_probs[held]) order_[distinct - 1] = order_[i];
-    } else {
-      order_[distinct++] = order_[i];
+  // Of equal tokens the likelier column stays, then the one further left.
+  wanted_.clear(static_cast<std::size_t>(k));
+  for (int j = 0; j < k; ++j) {
+    if (!std::isfinite(log_probs[j]) || tokens[j] < 0) continue;
+    const int held = wanted_.find(static_cast<std::uint32_t>(tokens[j]));
+    if (held < 0) {
+      column_[wanted_.n] = j;
+      wanted_.add(tokens[j]);
+    } else if (log_probs[j] > log_probs[column_[held]]) {
+      column_[held] = j;
     }
   }
-  // Back to column order, keeping where each sorted token went.
-  std::fill_n(slot_.begin(), k, -1);
-  for (int i = 0; i < distinct; ++i) slot_[static_cast<std::uint32_t>(order_[i])] = i;
-  int n = 0;
+  const int n = wanted_.n;
   float highest = -INFINITY;
-  for (int j = 0; j < k; ++j) {
-    if (slot_[j] < 0) continue;
-    sorted_token_[slot_[j]] = tokens[j];
-    sorted_at_[slot_[j]] = n;
-    token_[n] = tokens[j];
-    log_prob_[n] = log_probs[j];
-    is_eos_[n] = std::find(eos.begin(), eos.end(), tokens[j]) != eos.end();
+  std::sort(column_.begin(), column_.begin() + n);  // a replaced column may have left its place
+  wanted_.clear(static_cast<std::size_t>(k));
+  for (int i = 0; i < n; ++i) {
+    const int j = column_[i];
+    wanted_.add(tokens[j]);
+    log_prob_[i] = log_probs[j];
+    is_eos_[i] = std::find(eos.begin(), eos.end(), tokens[j]) != eos.end();
     highest = std::max(highest, log_probs[j]);
-    ++n;
   }
   double total = 1.0;
   if (config_.softmax_over_kept) {
@@ -98,15 +91,15 @@ void TreeSearch::bind_index(const NgramIndex* index) {
 }
 
 // Overwrites the terms of the candidates that follow this context.
-void TreeSearch::overlay(const NgramIndex& index, int level, std::uint32_t node, int n, double* row) {
+void TreeSearch::overlay(const NgramIndex& index, int level, std::uint32_t node, double* row) {
   if (node == kNoNode) return;
   if (index.info().exact) {
-    index.match(level, node, sorted_token_.data(), n, [&](int i, std::uint32_t child, int child_level) {
-      row[sorted_at_[i]] = config_.ngram_weight * std::log(index.count_ratio(child_level, child, node) + config_.eps);
+    index.match(level, node, wanted_, [&](int i, std::uint32_t child, int child_level) {
+      row[i] = config_.ngram_weight * std::log(index.count_ratio(child_level, child, node) + config_.eps);
     });
   } else {
-    index.match(level, node, sorted_token_.data(), n, [&](int i, std::uint32_t child, int child_level) {
-      row[sorted_at_[i]] = code_term_[(child_level - 1) * kCodes + index.code(child_level, child)];
+    index.match(level, node, wanted_, [&](int i, std::uint32_t child, int child_level) {
+      row[i] = code_term_[(child_level - 1) * kCodes + index.code(child_level, child)];
     });
   }
 }
@@ -122,12 +115,12 @@ const double* TreeSearch::continuity_row(const NgramIndex& index, const NgramSta
   if (s == num_short_) {
     short_nodes_[num_short_++] = state.nodes[0];
     std::fill_n(brief, n, unseen_);
-    overlay(index, 1, state.nodes[0], n, brief);
+    overlay(index, 1, state.nodes[0], brief);
   }
   row_states_[num_rows_] = state;
   double* row = rows_.data() + std::size_t(num_rows_++) * n;
   std::copy_n(brief, n, row);
-  for (int level = 2; level < index.info().order; ++level) overlay(index, level, state.nodes[level - 1], n, row);
+  for (int level = 2; level < index.info().order; ++level) overlay(index, level, state.nodes[level - 1], row);
   return row;
 }
 
@@ -144,10 +137,9 @@ std::int32_t TreeSearch::run(const float* log_probs, const std::int32_t* tokens,
 
   const auto width = static_cast<std::size_t>(config_.beam), columns = static_cast<std::size_t>(k);
   const std::size_t most = columns + (static_cast<std::size_t>(d) - 1) * width * columns;
-  for (auto* v : {&token_, &sorted_token_, &sorted_at_}) at_least(*v, columns);
+  at_least(column_, columns);
   for (auto* v : {&log_prob_, &term_}) at_least(*v, columns);
   at_least(is_eos_, columns);
-  at_least(order_, columns);
   at_least(rows_, width * columns);
   at_least(short_rows_, width * columns);
   at_least(row_states_, width);
@@ -155,7 +147,7 @@ std::int32_t TreeSearch::run(const float* log_probs, const std::int32_t* tokens,
   at_least(paths_, width);
   at_least(next_paths_, width);
   at_least(candidates_, most);
-  at_least(slot_, std::max(most, columns));
+  at_least(slot_, most);
   tree_best_.reset(static_cast<int>(std::min<std::size_t>(most, static_cast<std::size_t>(budget))));
   bind_index(index);
 
@@ -181,7 +173,7 @@ std::int32_t TreeSearch::run(const float* log_probs, const std::int32_t* tokens,
         const bool in_tree = tree_best_.admits(rank);
         const bool in_beam = !is_eos_[j] && level_best_.admits(sum);
         if (!in_tree && !in_beam) continue;
-        candidates_[id] = {token_[j], path.id, sum, rank, b};
+        candidates_[id] = {wanted_.tokens[j], path.id, sum, rank, b};
         if (in_tree) tree_best_.insert(rank, id);
         if (in_beam) level_best_.insert(sum, id);
       }

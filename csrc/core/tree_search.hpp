@@ -67,18 +67,18 @@ class TreeSearch {
                   std::span<const std::int32_t> eos);
   void bind_index(const NgramIndex* index);
   const double* continuity_row(const NgramIndex& index, const NgramState& state, int n);
-  void overlay(const NgramIndex& index, int level, std::uint32_t node, int n, double* row);
+  void overlay(const NgramIndex& index, int level, std::uint32_t node, double* row);
 
   SearchConfig config_;
   double unseen_;  // ngram_weight * log(0 + eps)
   std::uint64_t bound_serial_ = 0;
   std::vector<double> code_term_;  // (order, 256): ngram_weight * log(g + eps) of each code
 
-  // the row at hand, in column order, only candidates
-  std::vector<std::int32_t> token_, sorted_token_, sorted_at_;
+  // the candidates of the row at hand, in column order
+  WantedTokens wanted_;
+  std::vector<int> column_;
   std::vector<double> log_prob_, term_;
   std::vector<std::uint8_t> is_eos_;
-  std::vector<std::uint64_t> order_;
   // continuity rows of this level: one a distinct state, one a distinct last token
   std::vector<double> rows_, short_rows_;
   std::vector<NgramState> row_states_;
