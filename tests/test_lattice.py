@@ -85,6 +85,36 @@ def test_tree_is_bit_equal_to_the_plain_twin(
         assert not (children and tree.tokens[node].item() in eos_ids)
 
 
+@pytest.mark.parametrize("vocab", [5000, 70_000])  # tokens of 2 and of 4 bytes
+@pytest.mark.parametrize("exact", [True, False])
+def test_contexts_with_thousands_of_followers_equal_the_plain_twin(vocab: int, exact: bool) -> None:
+    generator = np.random.default_rng(3)
+    # 0 is followed by most tokens, (0, 0) by some; 25 columns are no multiple of the searches made at once
+    documents = (
+        [[0, 0, t] for t in range(1, 5000, 3)] + [[0, t] for t in range(1, 5000, 2)] + [[t, 0] for t in range(50)]
+    )
+    index = NgramIndex.build(documents, vocab_size=vocab, fingerprint="", name="", description="", exact=exact)
+    assert index.info()["num_nodes_by_level"][1] > 3000
+    for k in (1, 3, 25):
+        ids = [[0, *generator.integers(0, 5000, k - 1).tolist()] for _ in range(3)]
+        tokens = torch.tensor(ids, dtype=torch.int32)
+        log_probs = torch.randn(3, k, generator=torch.Generator().manual_seed(k)).log_softmax(-1)
+        config = SearchConfig.paper()
+        tree = build_tree(0, log_probs, tokens, [0, 0], 50, index, config, NONE)
+        expected = twin.search(
+            0,
+            log_probs.tolist(),
+            tokens.tolist(),
+            [0, 0],
+            50,
+            lambda path, token: float(index.probabilities(path, [token])[0]),
+            config,
+            NONE,
+        )
+        assert (tree.tokens.tolist(), tree.parents.tolist()) == expected[:2]
+        assert tree.scores.tolist() == np.float32(expected[2]).tolist()
+
+
 def lattice(seed: int, d: int = 8, k: int = 25, vocab: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     log_probs, _ = torch.randn(d, k, generator=generator).mul(3).log_softmax(-1).sort(descending=True)
