@@ -25,7 +25,11 @@ REPEATS = 7
 
 
 def measure_rows(target: Target, rows: Sequence[int] = ROWS) -> dict[int, float]:
-    """Milliseconds of one sequence's forward over each number of rows, root included: medians of interleaved runs."""
+    """Milliseconds of one sequence's forward over each number of rows, root included: medians of interleaved runs.
+
+    Numbers of rows that the model's context cannot hold are left out.
+    """
+    rows = [n for n in rows if n <= target.max_positions - 2]
     context = min(CONTEXT, target.max_positions - max(rows) - 1)
     session = target.session(1, context + max(rows), ())
     session.prefill(0, [i % target.num_tokens for i in range(3, 3 + context)])
@@ -47,9 +51,11 @@ def cached_rows(target: Target, folder: Path, key: str) -> dict[int, float]:
     path = folder / f"rows-{key}.json"
     if path.exists():
         try:
-            return {int(n): float(ms) for n, ms in json.loads(path.read_text()).items()}
-        except (ValueError, AttributeError):
-            path.unlink()  # half a file from an older version: measure again
+            found = {int(n): float(ms) for n, ms in json.loads(path.read_text()).items()}
+            if found:
+                return found
+        except (ValueError, TypeError, AttributeError):
+            pass  # half a file, or another version's: measure again
     times = measure_rows(target)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as aside:
@@ -70,8 +76,8 @@ def choose_nodes(times: Mapping[int, float], expected: Mapping[int, float], roun
         return interpolate(expected, n) / (interpolate(times, n + 1) + round_ms)
 
     largest = min(max(expected), max(times) - 1)
-    best = max(range(1, largest + 1), key=rate)
-    return best if rate(best) > 1 / interpolate(times, 1) else 0
+    best = max(range(1, largest + 1), key=rate, default=0)
+    return best if best and rate(best) > 1 / interpolate(times, 1) else 0
 
 
 def interpolate(points: Mapping[int, float], x: int) -> float:

@@ -156,10 +156,9 @@ class _Sequence:
         check(tree)
         if tree.num_drafts > budget:
             raise DartspecError(f"the drafter proposed {tree.num_drafts} nodes; at most {budget} were asked for")
-        if int(tree.tokens[0]) != self.ids[-1]:
-            raise DartspecError(
-                f"the drafter's tree has root {int(tree.tokens[0])}; it must be {self.ids[-1]}, the last committed token"
-            )
+        root, last = int(tree.tokens[0]), self.ids[-1]
+        if root != last:
+            raise DartspecError(f"the drafter's tree has root {root}; it must be {last}, the last committed token")
         highest = int(tree.tokens.max())
         if highest >= self._vocab_size:
             raise DartspecError(f"the drafter proposed token {highest}; the target has ids 0 to {self._vocab_size - 1}")
