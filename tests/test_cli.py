@@ -587,10 +587,12 @@ def test_a_drafter_for_another_target_is_refused(folder: str, tmp_path: Path) ->
 
 
 def test_a_fine_tuned_target_gets_a_warning_not_a_refusal(folder: str, tmp_path: Path) -> None:
-    place = save_drafter(tmp_path / "other", weights_fingerprint="00000000")
+    place = save_drafter(tmp_path / "other", weights_fingerprint="00000000", acceptance={"4": 2.0, "8": 3.0})
     result = run("generate", "a", "-m", folder, "-n", "6", "--drafter", str(place), *EXACT)
     assert result.exit_code == 0
     assert "note: drafter trained for weights 00000000" in result.stderr
+    # six nodes: half-way between the record's four and eight
+    assert result.stderr.splitlines()[-1].endswith("; M was 2.5 on the weights the drafter was trained for")
 
 
 def test_an_index_of_another_tokenizer_is_refused(folder: str, drafter: Path, tmp_path: Path) -> None:

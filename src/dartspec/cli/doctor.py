@@ -53,6 +53,8 @@ def doctor(
     if model is not None:
         facts["model"] = _model(model, dtype, device, revision, trust_remote_code)
     table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in _lines(facts):
         table.add_row(name, value)
     term.out.print(table)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dartspec.accounting import Metrics, SpeedUp
+from dartspec.budget import interpolate
 
 if TYPE_CHECKING:
     from dartspec.api import LM
@@ -61,7 +62,7 @@ def after_answer(lm: LM, step: PlainStep, ids: list[int], metrics: Metrics, para
     own = [r.round_ms for r in metrics.rounds if not r.num_drafted]
     plain_ms = statistics.median(own) if len(own) >= STEPS else step.ms(ids, params)
     speed = SpeedUp(metrics.M, plain_ms, metrics.ms_per_round, metrics.verify_ms / metrics.num_rounds)
-    return sentence(lm, speed, metrics, raw)
+    return sentence(lm, speed, metrics, raw) + _beside_training(lm)
 
 
 def sentence(lm: LM, speed: SpeedUp, metrics: Metrics, raw: bool = False) -> str:
@@ -88,6 +89,20 @@ def sentence(lm: LM, speed: SpeedUp, metrics: Metrics, raw: bool = False) -> str
     )
 
 
+def _beside_training(lm: LM) -> str:
+    """For a model whose weights are not those that the drafter was trained for: what M was there."""
+    config = getattr(lm.drafter, "config", None)
+    record = {int(n): float(m) for n, m in (getattr(config, "acceptance", None) or {}).items()}
+    if not record or not _other_weights(lm):
+        return ""
+    return f"; M was {interpolate({0: 1.0, **record}, lm.nodes):.1f} on the weights the drafter was trained for"
+
+
+def _other_weights(lm: LM) -> bool:
+    trained = getattr(getattr(lm.drafter, "config", None), "weights_fingerprint", None)
+    return trained is not None and trained != lm.target.weights_fingerprint
+
+
 def _rows(metrics: Metrics) -> float:
     """Mean rows of a verifying forward, the root among them."""
     return 1 + sum(r.num_drafted for r in metrics.rounds) / max(1, metrics.num_rounds)
@@ -98,8 +113,7 @@ def _why_few(lm: LM, raw: bool) -> str:
     trained = getattr(config, "template_hash", None)
     if trained is not None and (raw or trained != lm.text.template_hash):
         return "no chat template, the drafter was trained with one" if raw else "template differs from training"
-    weights = getattr(config, "weights_fingerprint", None)
-    if weights is not None and weights != lm.target.weights_fingerprint:
+    if _other_weights(lm):
         return "the model's weights are not those the drafter was trained for"
     if lm.drafter_name == "prompt_lookup":
         return "this text repeats little, so there is little to copy"
