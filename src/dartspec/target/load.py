@@ -392,8 +392,9 @@ def _gguf(path: Path) -> _Found:
         raise DartspecError(
             f"{path} is one of {header.num_files} parts of a split GGUF: merge them into one file first"
         )
-    if importlib.util.find_spec("gguf") is None:
-        raise DartspecError(f'reading {path.name} needs the package gguf: pip install "dartspec[gguf]"')
+    # transformers reads the one and refuses to load a GGUF without the other
+    if absent := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
+        raise DartspecError(f'reading {path.name} needs {" and ".join(absent)}: pip install "dartspec[gguf]"')
     return _Found(path.parent, path.stem, "gguf", None, path.name, header.pre, header)
 
 
