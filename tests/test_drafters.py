@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from hypothesis import strategies as st
 import tiny
 from dartspec import drafters
 from dartspec.drafters import oracle, prompt_lookup
+from dartspec.engine import Request, generate
 from dartspec.errors import DartspecError
 from dartspec.target.target import Target
 from dartspec.tree import check
-from dartspec.types import Committed, Drafter, TokenTree
+from dartspec.types import Committed, Drafter, SamplingParams, TokenTree
 
 
 def test_every_file_is_a_method_and_offers_the_contract() -> None:
@@ -189,3 +191,39 @@ def test_an_unknown_text_has_no_drafts() -> None:
 def test_a_rate_that_is_no_rate_is_refused(rate: float) -> None:
     with pytest.raises(DartspecError, match="rate"):
         oracle.Config(rate=rate)
+
+
+# -- the page on adding one ------------------------------------------------------------------------------------------
+
+
+def test_the_example_of_the_page_is_found_by_its_name_and_lossless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The code block of docs/add-a-drafter.md, saved as a file of the folder: nothing else is edited."""
+    page = (Path(__file__).parent.parent / "docs" / "add-a-drafter.md").read_text(encoding="utf-8")
+    code = page.split("```python\n", 1)[1].split("```", 1)[0]
+    (tmp_path / "latest.py").write_text(code, encoding="utf-8")
+    monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "dartspec.drafters.latest", raising=False)
+    assert "latest" in drafters.names()
+    module = drafters.get("latest")
+    target = Target(tiny.model("llama"))
+    params = SamplingParams(max_tokens=40, repetition_penalty=0.8)  # below 1: a text that repeats itself
+    requests = [Request(p, params) for p in ([5, 6, 5, 6], [9, 8, 7])]
+
+    def run(drafter: Drafter) -> tuple[list[list[int]], float]:
+        out: list[list[int]] = [[], []]
+        accepted = 0
+        for chunk in generate(target, drafter, requests, batch=2):
+            out[chunk.index] += chunk.ids
+            accepted += chunk.num_accepted
+        return out, accepted
+
+    plain, _ = run(drafters.get("none").load(drafters.get("none").Config(), target))
+    drafted, accepted = run(module.load(module.Config(), target))
+    assert drafted == plain
+    assert accepted > 0
+    assert leaves(propose(module.load(module.Config(length=2), target), [1, 2, 3, 1])) == [[2, 3]]
+    with pytest.raises(DartspecError, match="length of at least 1"):
+        module.Config(length=0)
+    sys.modules.pop("dartspec.drafters.latest")
