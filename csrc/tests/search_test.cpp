@@ -2,6 +2,7 @@
 #include "tree_search.hpp"
 
 #include <cmath>
+#include <cstring>
 #include <random>
 
 #include "check.hpp"
@@ -16,6 +17,18 @@ int main() {
   for (int i = 0; i < 5000; ++i) document.push_back(static_cast<std::int32_t>(random() % 50));
   builder.add_document(document, 1);
   const NgramIndex index = builder.finish(false, 1, "", "", "");
+  // Token 4 with hundreds of followers, so that long child lists are searched too; damaged offsets included.
+  NgramBuilder wide_builder(3, 2000, {});
+  for (std::int32_t t = 0; t < 2000; t += 2) wide_builder.add_document(std::vector<std::int32_t>{4, t, 4}, 1);
+  const NgramIndex wide = wide_builder.finish(true, 1, "", "", "");
+  CHECK(wide.continuations(wide.state_of(std::vector<std::int32_t>{4}), 5000).size() == 1000);
+  std::vector<std::byte> image(wide.image().begin(), wide.image().end());
+  IndexHeader header;
+  std::memcpy(&header, image.data(), sizeof header);
+  for (std::size_t i = header.header_bytes; i < image.size(); ++i)
+    if (random() % 3 == 0) image[i] = std::byte{static_cast<unsigned char>(random())};
+  const NgramIndex damaged = NgramIndex::from_image(image);
+  const NgramIndex* const indexes[] = {nullptr, &index, &wide, &damaged};
   TreeSearch search({.top_k = 20, .beam = 7});
 
   for (int round = 0; round < 3000; ++round) {
@@ -29,7 +42,7 @@ int main() {
     }
     for (auto& t : tokens) t = static_cast<std::int32_t>(random() % 52) - 1;
     const std::int32_t eos[] = {3, 9}, context[] = {1, 2, 4};
-    const int n = search.run(log_probs.data(), tokens.data(), d, k, 4, context, eos, budget, round % 3 ? &index : nullptr,
+    const int n = search.run(log_probs.data(), tokens.data(), d, k, 4, context, eos, budget, indexes[round % 4],
                              out.data(), parents.data(), scores.data());
     CHECK(n >= 1 && n <= budget + 1);
     check_parents({parents.data(), static_cast<std::size_t>(n)});
