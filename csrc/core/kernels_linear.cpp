@@ -45,7 +45,12 @@ namespace {
 
 using namespace simd;
 
-constexpr std::int64_t kPairBlock = 1024;  // pairs of one panel kept in L2 while the row blocks pass: 256 KiB
+constexpr int kRegisters = 2;                // of outputs, in a panel: narrow, so that 12 rows share one pass
+constexpr int kWidth = 16 * kRegisters;      // outputs of a panel
+constexpr std::int64_t kRowsAtOnce = 12;     // of one pass over a panel
+constexpr std::int64_t kManyRows = 96;       // from here on arithmetic rules, not memory
+constexpr std::int64_t kShortBlock = 128;    // pairs of a panel that all rows pass before the next are read: in L1
+constexpr std::int64_t kLongBlock = 1024;    // the same for many rows: 128 KiB, in L2
 
 // One call of apply().
 struct Job {
@@ -59,26 +64,19 @@ struct Job {
   void* y;
   std::int64_t y_stride;
   bool y_float32;
-  bool halves;  // a unit is half a panel: where panels are few, so that threads end together
-  std::int64_t num_units, units_per_chunk;
-  int num_threads;
+  std::int64_t num_panels, panels_per_chunk;
 };
 
-// Some neighbouring outputs: a panel or half of one.
-struct Unit {
+// Some neighbouring outputs.
+struct Panel {
   const bf16* weights;  // of its first pair
-  std::int64_t step;    // elements from pair to pair
   std::int64_t column;  // first packed column
-  int nz;               // registers of outputs; 0: nothing here
+  int nz;               // registers of outputs
 };
 
-Unit unit_at(const Job& job, std::int64_t index) {
-  if (index >= job.num_units) return {nullptr, 0, 0, 0};
-  const std::int64_t panel = job.halves ? index / 2 : index;
-  const int panel_nz = static_cast<int>(std::min<std::int64_t>(4, (job.packed - panel * kPanel) / 16));
-  const int first = job.halves ? 2 * static_cast<int>(index % 2) : 0;
-  const int nz = std::max(0, std::min(job.halves ? 2 : 4, panel_nz - first));
-  return {job.weights + panel * kPanel * 2 * job.pairs + 32 * first, 32 * panel_nz, panel * kPanel + 16 * first, nz};
+Panel panel_at(const Job& job, std::int64_t index) {
+  const int nz = static_cast<int>(std::min<std::int64_t>(kRegisters, (job.packed - index * kWidth) / 16));
+  return {job.weights + index * kWidth * 2 * job.pairs, index * kWidth, nz};
 }
 
 DARTSPEC_SIMD_INLINE __m512 activate(Activation activation, __m512 x) {
@@ -104,10 +102,10 @@ DARTSPEC_SIMD_INLINE __m512 activate(Activation activation, __m512 x) {
   return x;
 }
 
-// Bias, rounding and the store of one row of one unit.
-DARTSPEC_SIMD_INLINE void finish_row(const Job& job, const Unit& unit, std::int64_t row, const float* acc) {
-  for (int z = 0; z < unit.nz; z += job.gated ? 2 : 1) {
-    const std::int64_t packed = unit.column + 16 * z;
+// Bias, rounding and the store of one row of one panel.
+DARTSPEC_SIMD_INLINE void finish_row(const Job& job, const Panel& panel, std::int64_t row, const float* acc) {
+  for (int z = 0; z < panel.nz; z += job.gated ? 2 : 1) {
+    const std::int64_t packed = panel.column + 16 * z;
     __m512 value = _mm512_loadu_ps(acc + 16 * z);
     if (job.bias != nullptr) value = _mm512_add_ps(value, _mm512_loadu_ps(job.bias + packed));
     std::int64_t column = packed;
@@ -127,53 +125,35 @@ DARTSPEC_SIMD_INLINE void finish_row(const Job& job, const Unit& unit, std::int6
   }
 }
 
-DotWords<bf16> dot_words_for_unit(int rows, int nz) {
-  return nz == 1   ? dot_words_for<bf16, 1>(rows)
-         : nz == 2 ? dot_words_for<bf16, 2>(rows)
-         : nz == 3 ? dot_words_for<bf16, 3>(rows)
-                   : dot_words_for<bf16, 4>(rows);
-}
-
-// All rows of one unit; `next` is read ahead meanwhile, spread over the row blocks.
-DARTSPEC_SIMD void run_unit(const Job& job, const Unit& unit, const Unit& next, float* scratch) {
-  const std::int64_t most = max_rows(unit.nz), num_blocks = (job.rows + most - 1) / most;
-  const std::int64_t block = num_blocks == 1 ? job.pairs : kPairBlock;
-  const bool one_pass = job.pairs <= block;
-  alignas(64) float local[kMaxRows * kPanel];
-  for (std::int64_t first = 0; first == 0 || first < job.pairs; first += block) {
+// All rows of one panel, a stretch of inputs at a time that stays in L1 (in L2 for many rows) while the row blocks pass.
+DARTSPEC_SIMD void run_panel(const Job& job, const Panel& panel, float* scratch) {
+  const std::int64_t num_blocks = (job.rows + kRowsAtOnce - 1) / kRowsAtOnce;
+  const std::int64_t block = num_blocks == 1 ? job.pairs : job.rows < kManyRows ? kShortBlock : kLongBlock;
+  const std::int64_t step = 32 * panel.nz, width = 16 * panel.nz;
+  for (std::int64_t first = 0; first < job.pairs; first += block) {
     const std::int64_t pairs = std::min(block, job.pairs - first);
-    const bool last = first + pairs >= job.pairs;
-    const Unit ahead = last ? next : Unit{unit.weights + (first + pairs) * unit.step, unit.step, 0, unit.nz};
     for (std::int64_t b = 0; b < num_blocks; ++b) {
       const std::int64_t row = b * job.rows / num_blocks, end = (b + 1) * job.rows / num_blocks;
-      const int line = static_cast<int>(b * ahead.nz / num_blocks);
-      const int lines = static_cast<int>((b + 1) * ahead.nz / num_blocks) - line;
-      float* acc = one_pass ? local : scratch + row * kPanel;
-      dot_words_for_unit(static_cast<int>(end - row), unit.nz)(
-          unit.weights + first * unit.step, unit.step, pairs, job.x + row * job.x_stride + 2 * first, job.x_stride, acc,
-          first == 0, lines == 0 ? Ahead{} : Ahead{ahead.weights + 32 * line, ahead.step, lines});
-      if (!last) continue;
-      for (std::int64_t r = row; r < end; ++r) finish_row(job, unit, r, acc + (r - row) * kPanel);
+      const int rows = static_cast<int>(end - row);
+      const auto dot = panel.nz == 1 ? dot_words_for<bf16, 1>(rows) : dot_words_for<bf16, 2>(rows);
+      // The second pass finds its weights in L1, so it has room to fetch the next stretch; panels follow one another.
+      const Ahead ahead = b == 1 ? Ahead{panel.weights + (first + pairs) * step, step, panel.nz} : Ahead{};
+      dot(panel.weights + first * step, step, pairs, job.x + row * job.x_stride + 2 * first, job.x_stride,
+          scratch + row * width, first == 0, ahead);
     }
   }
+  for (std::int64_t r = 0; r < job.rows; ++r) finish_row(job, panel, r, scratch + r * width);
 }
 
 void run_chunk(void* context, std::uint32_t chunk) {
   const Job& job = *static_cast<const Job*>(context);
   thread_local std::vector<float> scratch;
-  float* rows = nullptr;
-  if (job.pairs > kPairBlock && job.rows > max_rows(4)) {
-    scratch.resize(static_cast<std::size_t>(job.rows * kPanel));
-    rows = scratch.data();
+  if (scratch.size() < static_cast<std::size_t>(job.rows * kWidth)) {
+    scratch.resize(static_cast<std::size_t>(job.rows * kWidth));
   }
-  const std::int64_t first = chunk * job.units_per_chunk;
-  const std::int64_t end = std::min(job.num_units, first + job.units_per_chunk);
-  for (std::int64_t index = first; index < end; ++index) {
-    const Unit unit = unit_at(job, index);
-    if (unit.nz == 0) continue;
-    // After its last unit a thread most likely takes the chunk that lies num_threads further on.
-    run_unit(job, unit, unit_at(job, index + 1 < end ? index + 1 : first + job.num_threads * job.units_per_chunk), rows);
-  }
+  const std::int64_t first = chunk * job.panels_per_chunk;
+  const std::int64_t end = std::min(job.num_panels, first + job.panels_per_chunk);
+  for (std::int64_t index = first; index < end; ++index) run_panel(job, panel_at(job, index), scratch.data());
 }
 
 }  // namespace
@@ -228,9 +208,9 @@ PackedLinear::Place PackedLinear::place(std::int64_t packed_column) const {
 
 // Where a packed column begins, and the elements from pair to pair.
 bf16* PackedLinear::column(std::int64_t packed_column, std::int64_t* step) const {
-  const std::int64_t panel = packed_column / kPanel;
-  *step = 32 * std::min<std::int64_t>(4, (packed_ - panel * kPanel) / 16);
-  return weights_.get() + panel * kPanel * 2 * pairs_ + 2 * (packed_column % kPanel);
+  const std::int64_t panel = packed_column / kWidth;
+  *step = 32 * std::min<std::int64_t>(kRegisters, (packed_ - panel * kWidth) / 16);
+  return weights_.get() + panel * kWidth * 2 * pairs_ + 2 * (packed_column % kWidth);
 }
 
 void PackedLinear::unpack(std::int64_t part, bf16* weight) const {
@@ -255,13 +235,11 @@ void PackedLinear::apply(const bf16* x, std::int64_t rows, std::int64_t x_stride
     x = padded.data();
     x_stride = 2 * pairs_;
   }
-  const std::int64_t num_panels = (packed_ + kPanel - 1) / kPanel;
-  const bool halves = num_threads > 1 && num_panels < 16 * num_threads;
-  const std::int64_t num_units = num_panels * (halves ? 2 : 1);
-  const std::int64_t per_chunk = std::max<std::int64_t>(1, num_units / (16 * std::max(1, num_threads)));
-  Job job{weights_.get(), bias_.get(), out_,      packed_,   pairs_, gated_,    activation_, x,          rows,
-          x_stride,       y,           y_stride,  y_float32, halves, num_units, per_chunk,   num_threads};
-  parallel_for(num_threads, static_cast<std::uint32_t>((num_units + per_chunk - 1) / per_chunk), &run_chunk, &job);
+  const std::int64_t num_panels = (packed_ + kWidth - 1) / kWidth;
+  const std::int64_t per_chunk = std::max<std::int64_t>(1, num_panels / (8 * std::max(1, num_threads)));
+  Job job{weights_.get(), bias_.get(), out_, packed_,  pairs_,    gated_,     activation_, x,
+          rows,           x_stride,    y,    y_stride, y_float32, num_panels, per_chunk};
+  parallel_for(num_threads, static_cast<std::uint32_t>((num_panels + per_chunk - 1) / per_chunk), &run_chunk, &job);
 }
 
 void gated_mlp(const PackedLinear& gate_up, const PackedLinear& down, const bf16* x, std::int64_t rows,

@@ -89,7 +89,7 @@ template <class T>
 constexpr int kPerWord = 4 / sizeof(T);
 
 // out[r][16 z + lane] (+)= sum over words p, ascending, of x[r][word p] . w[p][z][lane].
-// w: `step` elements from word to word; x: R rows; out: R rows of kPanel floats, read first unless `fresh`.
+// w: `step` elements from word to word; x: R rows; out: R rows of 16 NZ floats, read first unless `fresh`.
 template <class T, int R, int NZ>
 DARTSPEC_SIMD void dot_words(const T* w, std::int64_t step, std::int64_t words, const T* x, std::int64_t x_stride,
                              float* out, bool fresh, Ahead ahead) {
@@ -97,7 +97,7 @@ DARTSPEC_SIMD void dot_words(const T* w, std::int64_t step, std::int64_t words, 
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int z = 0; z < NZ; ++z) acc[r][z] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(out + r * kPanel + 16 * z);
+    for (int z = 0; z < NZ; ++z) acc[r][z] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(out + 16 * (r * NZ + z));
   }
   for (std::int64_t p = 0; p < words; ++p, w += step, ahead.at += ahead.step) {
     for (int i = 0; i < ahead.lines; ++i) _mm_prefetch(ahead.at + 32 * i, _MM_HINT_T1);
@@ -123,7 +123,7 @@ DARTSPEC_SIMD void dot_words(const T* w, std::int64_t step, std::int64_t words, 
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int z = 0; z < NZ; ++z) _mm512_storeu_ps(out + r * kPanel + 16 * z, acc[r][z]);
+    for (int z = 0; z < NZ; ++z) _mm512_storeu_ps(out + 16 * (r * NZ + z), acc[r][z]);
   }
 }
 
