@@ -13,11 +13,14 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from dartspec.target.target import Target
 from dartspec.tree import from_chain
+
+if TYPE_CHECKING:
+    from dartspec.target.target import Target
 
 ROWS = (1, 3, 5, 9, 13, 17, 25, 33, 45, 60)
 CONTEXT = 256  # committed tokens behind the rows that are timed

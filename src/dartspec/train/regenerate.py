@@ -120,7 +120,9 @@ def main() -> None:
 
     import torch
 
-    import dartspec
+    from dartspec.target.attention import register
+    from dartspec.target.fast import accelerate
+    from dartspec.target.load import load_model
 
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("prompts", type=Path, nargs="+")
@@ -134,13 +136,18 @@ def main() -> None:
     p.add_argument("--threads", type=int, default=1)
     a = p.parse_args()
     torch.set_grad_enabled(False)
-    lm = dartspec.load(a.model, drafter="none", nodes=0, dtype=a.dtype, threads=a.threads)
+    torch.set_num_threads(a.threads)
+    register()
+    loaded = load_model(a.model, dtype=a.dtype)
+    accelerate(loaded.model, torch.arange(3, 11)[None], a.threads)
+    text = Text(loaded.tokenizer)
+    target = Target(loaded.model, text.num_tokens, text.eos_token_ids(loaded.model.generation_config), loaded.name)
     prompts = sorted(read_prompts(a.prompts))
     random.Random(0).shuffle(prompts)  # sets mixed, so that a run stopped half-way has some of each
     try:
         regenerate(
-            lm.target,
-            lm.text,
+            target,
+            text,
             prompts,
             a.out,
             temperatures=[float(t) for t in a.temperatures.split(",")],
