@@ -222,8 +222,8 @@ class DartNet(nn.Module):
         """(n, H) residual, (n, heads * head_dim) attention output -> (n, H), final norm applied: ready for the head."""
         x = residual + self.layer.self_attn.o_proj(attended)
         x = x + self.layer.mlp(self.layer.post_attention_layernorm(x))
-        x = self.norm(x)
-        return self.norm(x) if self.config.final_norm_twice else x
+        normed: Tensor = self.norm(x)
+        return self.norm(normed) if self.config.final_norm_twice else normed
 
     def save(self, folder: Path, provenance: Mapping[str, Any] | None = None) -> None:
         """`model.safetensors` (matrices and vectors in bfloat16) and `config.json`, each written aside and renamed."""
@@ -280,7 +280,7 @@ class DartNet(nn.Module):
         found["d2t"] = found["d2t"].to(torch.int64)
         net.load_state_dict(found, assign=True)
         ids = net.target_ids()
-        if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(ids.unique()) != len(ids):
+        if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(set(ids.tolist())) != len(ids):
             raise DartspecError(
                 f"{path}: d2t maps draft ids to {int(ids.min())}..{int(ids.max())}, not to different ids in "
                 f"0..{config.vocab_size - 1}"
@@ -348,7 +348,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
     kv, group, n, dim = q.shape
     scores = (q.reshape(kv, group * n, dim) @ k.transpose(1, 2)).view(kv, group, n, -1).float() * dim**-0.5
     weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1).to(v.dtype)
-    return (weights.view(kv, group * n, -1) @ v).view(kv, group, n, dim)
+    out: Tensor = weights.view(kv, group * n, -1) @ v
+    return out.view(kv, group, n, dim)
 
 
 def _attend_groups(
@@ -363,8 +364,8 @@ def _attend_groups(
     own = own.masked_fill(~own_allowed, float("-inf"))
     weights = (torch.cat((clean, own), dim=-1) * dim**-0.5).softmax(-1).to(v.dtype)
     on_clean, on_own = weights.split((clean.shape[-1], m), dim=-1)
-    out = (on_clean.reshape(kv, group * n * m, -1) @ v).view(kv, group, n, m, dim)
-    return out + on_own @ own_v[:, None]
+    out: Tensor = (on_clean.reshape(kv, group * n * m, -1) @ v).view(kv, group, n, m, dim)
+    return out.add(on_own @ own_v[:, None])
 
 
 # --- decoding -------------------------------------------------------------------------------------------------------
@@ -617,16 +618,16 @@ def check_target(config: Config, view: TargetView) -> None:
             f"drafter of width {config.hidden_size} on a target of width {view.hidden_size}: it reads the target's "
             "embeddings, so both must be equal"
         )
-    theirs = getattr(view, "tokenizer_fingerprint", None)
-    if config.tokenizer_fingerprint and theirs and config.tokenizer_fingerprint != theirs:
+    tokenizer: str | None = getattr(view, "tokenizer_fingerprint", None)
+    if config.tokenizer_fingerprint and tokenizer and config.tokenizer_fingerprint != tokenizer:
         raise DartspecError(
-            f"drafter trained with tokenizer {config.tokenizer_fingerprint}, the target uses {theirs}: "
+            f"drafter trained with tokenizer {config.tokenizer_fingerprint}, the target uses {tokenizer}: "
             "its token ids mean other text; train a drafter for this tokenizer"
         )
-    theirs = getattr(view, "weights_fingerprint", None)
-    if config.weights_fingerprint and theirs and config.weights_fingerprint != theirs:
+    weights: str | None = getattr(view, "weights_fingerprint", None)
+    if config.weights_fingerprint and weights and config.weights_fingerprint != weights:
         warnings.warn(
-            f"drafter trained for weights {config.weights_fingerprint}, the target has {theirs} (fine-tuned?): "
+            f"drafter trained for weights {config.weights_fingerprint}, the target has {weights} (fine-tuned?): "
             "output stays exact, fewer drafts may be accepted",
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""`python -m dartspec.train CONFIG.json [--set KEY=VALUE ...] [--dry-run]`: training without the command line's extras."""
+"""`python -m dartspec.train CONFIG.json [--set KEY=VALUE ...] [--dry-run]`: train a drafter for a model."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ class TrainConfig:
     data:   JSONL files of token ids, answers of that very target (train/data.py).
     out:    folder of the run: `latest/` (a loadable drafter), `state.pt` (resume), `log.jsonl`, `train.json`.
     cache:  folder for the target's states, written once; empty = one forward of the target whenever it is needed.
+    init:   folder of a drafter to start from (more data, another draft vocabulary); empty = the target's own weights.
     taps:   hidden states wanted; empty = (2, N // 2, N - 3), the official choice.
     steps:  updates in the whole run; the cosine ends there. May be raised when a run is resumed.
     sequences_per_step: answers an update.
@@ -29,6 +30,7 @@ class TrainConfig:
     out: str
     target_name: str = ""
     cache: str = ""
+    init: str = ""
     taps: tuple[int, ...] = ()
     d: int = 8
     draft_vocab_size: int = 12288

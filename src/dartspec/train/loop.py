@@ -90,6 +90,27 @@ def fresh_net(
     return net
 
 
+def warm_start(net: DartNet, trained: DartNet) -> None:
+    """Continue from a trained drafter in `net`, whose draft vocabulary may be another one.
+
+    Head rows move with their target id; rows that the trained drafter lacks keep what `fresh_net` gave them. Refused
+    where any other matrix differs in shape.
+    """
+    source, own = trained.state_dict(), net.state_dict()
+    for name, weight in own.items():
+        if name not in ("lm_head.weight", "d2t") and (name not in source or source[name].shape != weight.shape):
+            found = list(source[name].shape) if name in source else "nothing"
+            raise DartspecError(f"init: {name} is {found} there, this run needs {list(weight.shape)}; use its settings")
+    place = {int(i): row for row, i in enumerate(trained.target_ids())}
+    with torch.no_grad():
+        for name, weight in own.items():
+            if name not in ("lm_head.weight", "d2t"):
+                weight.copy_(source[name])
+        for row, i in enumerate(net.target_ids().tolist()):
+            if i in place:
+                net.lm_head.weight[row] = trained.lm_head.weight[place[i]].to(net.lm_head.weight.dtype)
+
+
 def learning_rate(config: TrainConfig, step: int) -> float:
     """Linear warm-up, then cosine from `learning_rate` to `final_learning_rate` at `steps`. step counts from 0."""
     if step < config.warmup_steps:
@@ -171,12 +192,10 @@ class Trainer:
             group["lr"] = learning_rate(c, self.step)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=c.bf16):
             out = batch_loss(self.net, rows, targets, self.teacher_head, weight, chunk=c.chunk_rows)
-        out.loss.backward()
+        torch.autograd.backward(out.loss)
         norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), c.clip)
         if not bool(torch.isfinite(norm)):
-            raise DartspecError(
-                f"step {self.step}: the gradient is not finite; resume from the last checkpoint with a lower learning_rate"
-            )
+            raise DartspecError(f"step {self.step}: the gradient is not finite; resume with a lower learning_rate")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -233,7 +252,7 @@ class Trainer:
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def run(self, until: int | None = None) -> None:
-        """Train to `until` (default: the config's steps), logging to `log.jsonl`; SIGTERM and Ctrl-C save and return."""
+        """Train to `until` (default: the config's steps), log to `log.jsonl`; SIGTERM and Ctrl-C save and return."""
         c, out = self.config, Path(self.config.out)
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "train.json", c.to_dict())

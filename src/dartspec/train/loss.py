@@ -35,7 +35,7 @@ class _DraftLoss(torch.autograd.Function):
     """Forward computes the gradients too: no (rows, V) tensor is kept for the backward pass."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, hidden: Tensor, head: Tensor, teacher: Teacher, position: Tensor, weight: Tensor, chunk: int
     ) -> tuple[Tensor, Tensor]:
         w = head.to(hidden.dtype)
@@ -62,7 +62,7 @@ class _DraftLoss(torch.autograd.Function):
         return (per_row * weight).sum(), per_row
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> Any:
         grad_hidden, grad_head = ctx.saved_tensors
         scale = grad_loss
         return grad_hidden * scale.to(grad_hidden.dtype), grad_head * scale, None, None, None, None

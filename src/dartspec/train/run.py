@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dartspec.drafters.dart import Config
+from dartspec.drafters.dart import Config, DartNet
 from dartspec.errors import DartspecError
 from dartspec.target.target import FINAL, Target
 from dartspec.train.config import TrainConfig
@@ -26,7 +26,7 @@ from dartspec.train.data import (
 )
 from dartspec.train.evaluate import prepare_held_out
 from dartspec.train.features import CacheInfo, StateCache, States, cache_info, log_normaliser
-from dartspec.train.loop import Trainer, fresh_net, last_layer
+from dartspec.train.loop import Trainer, fresh_net, last_layer, warm_start
 
 ROWS_A_HEAD = 64  # positions whose whole-vocabulary logits live at once
 
@@ -40,7 +40,7 @@ class TargetStates:
             value = getattr(target.config, key, None)
             if value not in (None, 1, 1.0):
                 raise DartspecError(
-                    f"{target.name} changes its logits after the head ({key} = {value}); training does not know that yet"
+                    f"{target.name} changes its logits after the head ({key} = {value}), which training cannot do"
                 )
 
     @torch.no_grad()
@@ -61,7 +61,7 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
     taps = (2, num_layers // 2, num_layers - 3)
     if not 0 < taps[0] < taps[1] < taps[2]:
         raise DartspecError(
-            f"a target of {num_layers} layers gives taps {taps}, which do not rise: name them with taps = [low, mid, high]"
+            f"a target of {num_layers} layers gives taps {taps}, which do not rise: set taps = [low, mid, high]"
         )
     return taps
 
@@ -138,7 +138,9 @@ def train(
     provenance = {
         "data": [p.name for p in paths],
         "data_digest": digest(training),
-        "train_config": {k: v for k, v in config.to_dict().items() if k not in ("out", "cache", "target", "data")},
+        "train_config": {
+            k: v for k, v in config.to_dict().items() if k not in ("out", "cache", "init", "target", "data")
+        },
         "coverage": round(vocabulary.coverage, 5),
         "torch": torch.__version__,
     }
@@ -177,6 +179,8 @@ def train(
     prepared = prepare_held_out(held[: len(held_states)], held_states, target, config.eval_stride)
     layer = last_layer(target.model, target.num_layers)
     net = fresh_net(shape, target, vocabulary, config.seed, layer)
+    if config.init:
+        warm_start(net, DartNet.from_folder(Path(config.init)))
     trainer = Trainer(config, net, target, training, states, prepared)
     if dry_run:
         _report_rate(trainer, config, report)
