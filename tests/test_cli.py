@@ -28,6 +28,7 @@ from dartspec.cli import options
 from dartspec.cli.main import Verbs, app
 from dartspec.cli.painter import Painter
 from dartspec.cli.terminal import Terminal
+from dartspec.cli.train import finished
 from dartspec.cli.verdict import PlainStep, after_answer, sentence
 from dartspec.drafters import oracle, prompt_lookup
 from dartspec.drafters.dart import Config, DartNet
@@ -419,6 +420,10 @@ def test_train_makes_a_drafter_that_generate_takes(folder: str, tmp_path: Path) 
     assert tried["config"]["steps"] == 3
     assert not (tmp_path / "run").exists()
     made = last_json(run(*args, "--json"))
+    # a run that Ctrl-C stopped saves and returns; what tells it apart is the evaluation of the last step
+    assert finished(tmp_path / "run", 3)
+    assert not finished(tmp_path / "run", 4)
+    assert not finished(tmp_path, 3)
     got = last_json(run("generate", "a", "-m", folder, "-n", "6", "--drafter", made["drafter"], "--json", *EXACT))
     assert got["ids"] == memory(prompt=[{"role": "user", "content": "a"}], max_tokens=6).ids
 

@@ -61,8 +61,20 @@ def train(
     )
     folder = run(settings, lm.target, dry_run=dry_run, report=term.say, template_hash=lm.text.template_hash)
     if not dry_run:
+        if not finished(folder.parent, settings.steps):
+            term.note(f"what was learned is in {folder}; the same command goes on from there")
+            raise KeyboardInterrupt
         term.say(f"drafter: {folder}")
     term.emit({"drafter": str(folder), "dry_run": dry_run, "config": settings.to_dict()})
+
+
+def finished(out: Path, steps: int) -> bool:
+    """Whether a run got to its last step: it is evaluated there. A run that Ctrl-C stopped has saved and returned."""
+    try:
+        records = [json_module.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return False
+    return any(r.get("eval", {}).get("step", 0) >= steps for r in records)
 
 
 def _from_file(path: Path | None) -> dict[str, Any]:
