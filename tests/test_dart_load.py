@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_dart_net import VOCAB, View, config, random_net, text, training_log_probs
 
 from dartspec.drafters import dart
 from dartspec.drafters.dart import Config, DartNet
 from dartspec.errors import DartspecError
 from dartspec.types import Committed
+from test_dart_net import VOCAB, View, config, random_net, text, training_log_probs
 
 
 @pytest.fixture

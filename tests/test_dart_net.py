@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference.dart_dense import dense_forward, layout
 from torch import Tensor
 
 from dartspec.drafters.dart import Config, DartDrafter, DartNet, SharedRows
 from dartspec.errors import DartspecError
 from dartspec.types import Committed
+from reference.dart_dense import dense_forward, layout
 
 VOCAB, HIDDEN = 61, 24
 

@@ -36,7 +36,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rotary(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     """(n, heads, dim), by pairs (i, i + dim / 2)."""
-    n, heads, dim = x.shape
+    dim = x.shape[-1]
     out = torch.empty_like(x)
     for i in range(dim // 2):
         angle = positions.double() * theta ** (-2 * i / dim)

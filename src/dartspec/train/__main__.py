@@ -49,8 +49,12 @@ def _run(path: Path, overrides: list[str], dry_run: bool) -> None:
         text.fingerprint,
         loaded.weights_fingerprint,
     )
-    folder = train(config, target, dry_run=dry_run, template_hash=text.template_hash)
+    folder = train(config, target, dry_run=dry_run, report=_say, template_hash=text.template_hash)
     print(json.dumps({"drafter": str(folder), "dry_run": dry_run}))
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def _value(text: str) -> Any:

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -120,7 +120,7 @@ class StateCache:
         span = slice(self.offsets[index], self.offsets[index + 1])
         return States(self._states[span, :-1], self._states[span, -1], self._log_norm[span])
 
-    def fill(self, source: StateSource, *, report_every_s: float = 30.0) -> None:
+    def fill(self, source: StateSource, report: Callable[[str], None] = print, *, report_every_s: float = 30.0) -> None:
         """Compute what is missing. Progress is recorded every few seconds, so a killed run loses little."""
         start = begin = self.num_ready
         clock = last = time.monotonic()
@@ -136,10 +136,8 @@ class StateCache:
                 last = now
                 if now - clock > report_every_s or index + 1 == len(self.examples):
                     tokens = self.offsets[index + 1] - self.offsets[start]
-                    print(
-                        f"states: {index + 1}/{len(self.examples)} answers, {tokens / (now - clock):.0f} tokens/s",
-                        flush=True,
-                    )
+                    done = f"{index + 1}/{len(self.examples)} answers"
+                    report(f"states: {done}, {tokens / (now - clock):.0f} tokens/s")
                     clock, start = now, index + 1
 
 

@@ -148,9 +148,10 @@ class Trainer:
         train: Sequence[Example],
         states: Callable[[int], States],
         held_out: Held,
+        report: Callable[[str], None] = print,
     ) -> None:
         self.config, self.net, self.view, self.train_set, self.states = config, net, view, train, states
-        self.held_out = held_out
+        self.held_out, self.report = held_out, report
         self.teacher_head = head_rows(view, net.target_ids())
         self.dtype = torch.bfloat16 if config.bf16 else torch.float32
         decay = [p for p in net.parameters() if p.dim() == 2]
@@ -287,7 +288,7 @@ class Trainer:
                     record = {"step": self.step, "tokens": self.num_tokens, "time": round(time.time()), **report}
                     self.curve.append(record)
                     _append(out / "log.jsonl", {"eval": record})
-                    print(_line(record), flush=True)
+                    self.report(_line(record))
                     window_start += time.monotonic() - began
                 if time.monotonic() - last_save > c.save_every_s:
                     self.save(out)

