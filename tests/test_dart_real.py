@@ -69,7 +69,7 @@ def test_decoding_equals_training_on_the_real_model(answered: tuple[Target, Exam
 
 
 def test_the_shipped_drafter_guesses_right(answered: tuple[Target, Example]) -> None:  # case 18
-    """With taps off by one, or a wrong pairing, the first guess is right one time in ten; trained, nearer one in two."""
+    """With taps off by one, or a wrong pairing, the first guess is right one time in ten; else nearer one in two."""
     target, example = answered
     drafter = dart.load(SHIPPED[0].parent, target)
     ids = torch.tensor(example.ids)
