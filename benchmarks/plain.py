@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 import dartspec
-from dartspec.bench.provenance import provenance
+from dartspec.bench.provenance import provenance, save_result
 
 HERE = Path(__file__).parent
 
@@ -138,10 +138,7 @@ def main() -> None:
         "provenance": provenance(dtype="bfloat16"),
     }
     if a.out:
-        a.out.parent.mkdir(parents=True, exist_ok=True)
-        aside = a.out.with_suffix(".part")
-        aside.write_text(json.dumps(result, indent=1) + "\n")
-        os.replace(aside, a.out)
+        save_result(a.out, result)
     print(json.dumps(result))
 
 

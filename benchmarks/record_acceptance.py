@@ -20,7 +20,7 @@ from table import cut, prompts
 
 import dartspec
 from dartspec.accounting import Metrics
-from dartspec.bench.provenance import provenance
+from dartspec.bench.provenance import provenance, save_result
 
 HERE = Path(__file__).parent
 SIZES = (2, 4, 8, 12, 16, 24, 32, 59)
@@ -50,9 +50,7 @@ def main() -> None:
         path = a.drafter / "config.json"
         config = json.loads(path.read_text())
         config["acceptance"] = record
-        aside = path.with_suffix(".part")
-        aside.write_text(json.dumps(config, indent=1) + "\n")
-        os.replace(aside, path)
+        save_result(path, config)
     print(json.dumps({"M": record, "num_prompts": len(turns), "provenance": provenance()}))
 
 

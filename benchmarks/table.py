@@ -23,7 +23,7 @@ from rich.table import Table
 
 import dartspec
 from dartspec.accounting import Metrics, SpeedUp, loop_start
-from dartspec.bench.provenance import provenance
+from dartspec.bench.provenance import provenance, save_result
 
 HERE = Path(__file__).parent
 
@@ -135,10 +135,7 @@ def main() -> None:
         "provenance": provenance(seed=a.seed, dtype=str(lm.target.dtype)),
     }
     if a.out:
-        a.out.parent.mkdir(parents=True, exist_ok=True)
-        aside = a.out.with_suffix(".part")
-        aside.write_text(json.dumps(result, indent=1) + "\n")
-        os.replace(aside, a.out)
+        save_result(a.out, result)
     print(json.dumps(result))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
@@ -33,6 +34,14 @@ def provenance(**more: Any) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **more,
     }
+
+
+def save_result(path: Path, result: dict[str, Any]) -> None:
+    """Writes a result as JSON, aside and renamed, so that an interrupted run leaves the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".part")
+    aside.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(aside, path)
 
 
 def commit() -> str | None:
