@@ -259,6 +259,7 @@ def test_a_run_may_start_from_a_drafter_with_another_vocabulary(
         torch.testing.assert_close(row, before.get(i, head[i]), rtol=1e-6, atol=1e-6)
         new += i not in before
     assert new == 16
+    assert net.config.provenance["init"] == old.config.provenance
     with pytest.raises(DartspecError, match=r"init: mask_features is \[96\] there, this run needs \[64\]"):
         train(replace(larger, taps=(1, 3)), target(), report=quiet)
 

@@ -144,6 +144,8 @@ def train(
         "coverage": round(vocabulary.coverage, 5),
         "torch": torch.__version__,
     }
+    if config.init:
+        provenance["init"] = Config.from_json(Path(config.init) / "config.json").provenance
     shape = replace(drafter_config(config, target, vocabulary, provenance), template_hash=template_hash)
     ordered = [*held, *training]  # held-out first: a half-written cache can already be judged
     info = cache_info(ordered, target.weights_fingerprint or target.name, shape.taps, target.hidden_size)
