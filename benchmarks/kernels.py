@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from dartspec import _core
-from dartspec.bench.provenance import provenance
+from dartspec.bench.provenance import provenance, save_result
 from dartspec.target import attention, fast
 from dartspec.target.cache import ShapeRecorder, SlotCache
 
@@ -174,9 +174,7 @@ def main() -> None:
         "provenance": provenance(dtype="bfloat16", repeats=a.repeats),
     }
     if a.out is not None:
-        partial = a.out.with_suffix(".partial")
-        partial.write_text(json.dumps(result, indent=1) + "\n")
-        partial.replace(a.out)
+        save_result(a.out, result)
     print(json.dumps(result))
 
 

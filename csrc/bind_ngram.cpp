@@ -44,7 +44,7 @@ void translate(const std::exception_ptr& p, void*) {
   }
 }
 
-nb::dict info(const NgramIndex& index) {
+nb::typed<nb::dict, nb::str, nb::any> info(const NgramIndex& index) {
   const IndexInfo& i = index.info();
   nb::dict out;
   nb::list nodes;
