@@ -48,6 +48,8 @@ using namespace simd;
 constexpr int kRegisters = 2;                // of outputs, in a panel: narrow, so that 12 rows share one pass
 constexpr int kWidth = 16 * kRegisters;      // outputs of a panel
 constexpr std::int64_t kRowsAtOnce = 12;     // of one pass over a panel
+constexpr int kFewRows = 4;                  // up to here demand alone keeps memory busy
+constexpr std::int64_t kReadAhead = 4096;    // elements, 8 KiB: measured best of 2 to 32 KiB
 constexpr std::int64_t kManyRows = 96;       // from here on arithmetic rules, not memory
 constexpr std::int64_t kShortBlock = 128;    // pairs of a panel that all rows pass before the next are read: in L1
 constexpr std::int64_t kLongBlock = 1024;    // the same for many rows: 128 KiB, in L2
@@ -136,8 +138,14 @@ DARTSPEC_SIMD void run_panel(const Job& job, const Panel& panel, float* scratch)
       const std::int64_t row = b * job.rows / num_blocks, end = (b + 1) * job.rows / num_blocks;
       const int rows = static_cast<int>(end - row);
       const auto dot = panel.nz == 1 ? dot_words_for<bf16, 1>(rows) : dot_words_for<bf16, 2>(rows);
-      // The second pass finds its weights in L1, so it has room to fetch the next stretch; panels follow one another.
-      const Ahead ahead = b == 1 ? Ahead{panel.weights + (first + pairs) * step, step, panel.nz} : Ahead{};
+      // Beside arithmetic the window of the processor is too short to keep memory busy, so a single pass of some rows
+      // reads ahead in its own stream. Of several passes the second finds its weights in L1 and fetches the next stretch.
+      Ahead ahead;
+      if (num_blocks == 1 && rows >= kFewRows) {
+        ahead = Ahead{panel.weights + first * step + kReadAhead, step, panel.nz};
+      } else if (b == 1) {
+        ahead = Ahead{panel.weights + (first + pairs) * step, step, panel.nz};
+      }
       dot(panel.weights + first * step, step, pairs, job.x + row * job.x_stride + 2 * first, job.x_stride,
           scratch + row * width, first == 0, ahead);
     }
