@@ -2,6 +2,7 @@
 
     python benchmarks/replay.py capture DRAFTER_FOLDER --out runs/lattices.pt --per-set 8
     python benchmarks/replay.py sweep runs/lattices.pt --index A.ngram --index B.ngram
+    python benchmarks/replay.py record runs/lattices.pt DRAFTER_FOLDER
 
 The text depends on prompt and seed alone, and the drafter's guesses at a position on the text before it alone. So
 what a setting would have committed, round by round, follows from the recorded guesses and the recorded text:
@@ -24,11 +25,13 @@ from table import prompts
 
 import dartspec
 from dartspec.accounting import loop_start
+from dartspec.bench.provenance import save_result
 from dartspec.lattice import SearchConfig, build_tree
 from dartspec.ngram import NgramIndex
 from dartspec.tree import root_only
 
 HERE = Path(__file__).parent
+SIZES = (1, 2, 4, 6, 8, 11, 16, 24, 32, 44, 59)
 
 
 class Recorder:
@@ -119,6 +122,19 @@ def sweep(a: argparse.Namespace) -> None:
     print(json.dumps({"texts": len(data["texts"]), "M": rows}))
 
 
+def record(a: argparse.Namespace) -> None:
+    """M by tree size into the drafter's config.json: from it and from forward times a machine's tree size is chosen."""
+    data = torch.load(a.lattices)
+    index, eos = NgramIndex.open(a.drafter / "index.ngram"), frozenset(data["eos"])
+    acceptance = {"0": 1.0}
+    for n in SIZES:
+        committed = [r for text in data["texts"] for r in rounds(text, index, SearchConfig(), n, eos)]
+        acceptance[str(n)] = round(sum(committed) / len(committed), 3)
+    config = json.loads((a.drafter / "config.json").read_text()) | {"acceptance": acceptance}
+    save_result(a.drafter / "config.json", config)
+    print(json.dumps({"texts": len(data["texts"]), "M": acceptance}))
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = p.add_subparsers(required=True)
@@ -138,6 +154,10 @@ def main() -> None:
     s.add_argument("--nodes", type=int, nargs="+", default=[16, 59])
     s.add_argument("--only", nargs="+", help="names of variants")
     s.set_defaults(run=sweep)
+    r = verbs.add_parser("record")
+    r.add_argument("lattices", type=Path)
+    r.add_argument("drafter", type=Path, help="folder with config.json and index.ngram")
+    r.set_defaults(run=record)
     a = p.parse_args()
     torch.set_grad_enabled(False)
     a.run(a)
