@@ -1,6 +1,6 @@
 """Is plain decoding a straw man? Ours against transformers' generate, in its default and its static compiled form.
 
-    python benchmarks/plain.py MODEL_FOLDER --prompts 6 --compiled --out docs/results/plain.json
+    python benchmarks/plain.py --prompts 6 --compiled --out docs/results/plain.json
 
 All forms answer the same prompts in turn (A B C D, A B C D ...), greedy, exactly `--max-tokens` new tokens
 (end-of-text is ignored), bf16. The ratio is taken prompt by prompt on decoding time; the prefill is timed apart and
@@ -22,11 +22,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from table import prompts
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 import dartspec
 from dartspec.bench.provenance import provenance, save_result
+from dartspec.target.load import load_model
 
 HERE = Path(__file__).parent
 
@@ -74,7 +74,7 @@ def of_ours(lm: dartspec.LM) -> Callable[[list[int], int], tuple[float, list[int
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("model", help="a Hugging Face folder")
+    p.add_argument("--model", default=None, help="folder or hub id (default: the embedded model)")
     p.add_argument("--prompts", type=int, default=6, help="how many, spread over the sets")
     p.add_argument("--max-tokens", type=int, default=128)
     p.add_argument("--nodes", default="auto")
@@ -84,28 +84,31 @@ def main() -> None:
     a = p.parse_args()
     torch.set_num_threads(a.threads)
 
+    def stock() -> Any:
+        """The model as transformers has it by default."""
+        return load_model(a.model, dtype="bfloat16", attention="sdpa").model
+
     dart = dartspec.load(a.model, dtype="bfloat16", nodes=a.nodes if a.nodes == "auto" else int(a.nodes))
     forms = {
-        "transformers": of_transformers(AutoModelForCausalLM.from_pretrained(a.model, dtype=torch.bfloat16).eval()),
+        "transformers": of_transformers(stock()),
         "ours": of_ours(dart.with_drafter("none", nodes=0)),
         "ours, dart": of_ours(dart),
     }
     compile_s = 0.0
     if a.compiled:
-        static = AutoModelForCausalLM.from_pretrained(a.model, dtype=torch.bfloat16).eval()
+        static = stock()
         static.forward = torch.compile(static.forward, dynamic=False)
         forms["transformers, static compiled"] = of_transformers(static, cache_implementation="static")
         began = time.perf_counter()
         forms["transformers, static compiled"]([5] * 64, 4)
         compile_s = time.perf_counter() - began
-    tokenizer = AutoTokenizer.from_pretrained(a.model)
     sets = prompts([HERE / "prompts"], "mt_bench,humaneval,gsm8k,qa,mbpp,translation", -(-a.prompts // 6))
     turns = [turn for group in zip(*sets.values(), strict=True) for turn in group][: a.prompts]
     times: dict[str, list[float]] = {name: [] for name in forms}
     equal = 0
     for k, turn in enumerate([turns[0], *turns]):
         chat = [{"role": "user", "content": turn}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = dart.encode(chat)
         outs = {name: run(ids, a.max_tokens) for name, run in forms.items()}
         if k:  # the first prompt warms up
             for name, (ms, _) in outs.items():

@@ -1,6 +1,6 @@
 """Writes the tables of README.md and docs/numbers.md from the results in docs/results/, between their marks.
 
-    python benchmarks/numbers.py
+    python benchmarks/write_tables.py
 
 Reads table-t0.json and table-t08.json (table.py), acceptance.json (table.py --no-plain), plain.json (plain.py) and
 kernels.json (kernels.py). No number is typed by hand.
