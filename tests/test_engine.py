@@ -123,13 +123,14 @@ def test_a_drafter_is_reset_when_a_sequence_ends_and_when_the_caller_leaves() ->
     recorder = Recorder(load("none", t), ())
     requests = [Request(PROMPT, SamplingParams(max_tokens=n)) for n in (3, 9, 6)]
     list(generate(t, recorder, requests, batch=2))
-    assert sorted(recorder.resets) == [0, 1, 2]
+    assert sorted(recorder.resets) == [0, 0, 1, 1, 2, 2]  # when it begins and when it ends
     recorder = Recorder(load("none", t), ())
     stream = generate(t, recorder, requests, batch=2)
     for _ in range(5):
         next(stream)
     asked = {c.slot for c in recorder.seen}
     assert asked
+    recorder.resets.clear()
     stream.close()
     assert asked <= set(recorder.resets)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +29,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 ASSETS = Path(__file__).parent / "assets"
 ROUND_STEPS = 0.2  # draft, search and the loop itself, in plain steps, when the tree size is chosen
 PROBE_TOKENS = 8  # ids of the forward that our CPU kernels are tried on
+MOST_THREADS = 1024  # a typing error of more would have the system refuse them, and end the program
 DEFAULT_NODES = 16  # where neither a measurement nor the drafter's record says better
 
 
@@ -77,6 +80,9 @@ class Stream:
 class LM:
     """A target with its tokenizer and a drafter. Made by `load`; may be used for any number of requests, one at a time.
 
+    An LM serves one thread, because its drafter remembers what it answers. Several threads each take their own
+    `lm.with_drafter(...)` (the model's forwards then take turns), or their own `load`.
+
     drafter_note: one line on which drafter was chosen and why. nodes: draft tokens a tree may have.
     """
 
@@ -95,6 +101,8 @@ class LM:
         prompt: text to continue, messages (`[{"role": "user", "content": ...}]`, through the chat template), or ids.
         params: the fields of `SamplingParams` (temperature, top_p, seed, max_tokens, stop, ...), or `params=` one.
         """
+        if params.get("n", 1) != 1:
+            raise DartspecError(f"generate gives one answer, n is {params['n']!r}: use generate_batch([prompt], n=...)")
         return self.generate_batch([prompt], **params)[0]
 
     def generate_batch(self, prompts: Sequence[Prompt], *, batch: int = 8, n: int = 1, **params: Any) -> list[Result]:
@@ -102,6 +110,10 @@ class LM:
 
         Each answer is the one its prompt gets alone, whatever its neighbours.
         """
+        if isinstance(prompts, str):
+            raise DartspecError("prompts is one string; generate_batch wants a list of prompts")
+        if not isinstance(n, int) or n < 1:
+            raise DartspecError(f"n is {n!r}; it must be 1 or more")
         sampling = _params(params)
         requests = [Request(self.encode(p), sampling, k) for p in prompts for k in range(n)]
         chunks: list[list[Chunk]] = [[] for _ in requests]
@@ -124,10 +136,17 @@ class LM:
             if not prompt:
                 raise DartspecError("the prompt is empty: give at least one character")
             return self.text.encode_prompt(prompt)
-        items = list(prompt)
-        if items and isinstance(items[0], Mapping):
-            return self.text.encode_chat(items)  # type: ignore[arg-type]
-        return [int(i) for i in items]  # type: ignore[call-overload]
+        if isinstance(prompt, Tensor):
+            prompt = prompt.tolist()
+        if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Sequence):
+            raise _no_prompt(type(prompt).__name__)
+        if prompt and isinstance(prompt[0], Mapping):
+            return self.text.encode_chat(prompt)  # type: ignore[arg-type]
+        try:
+            return [operator.index(i) for i in prompt]  # type: ignore[arg-type]
+        except TypeError:
+            wrong = next(i for i in prompt if not hasattr(i, "__index__"))
+            raise _no_prompt(f"{type(prompt).__name__} holding a {type(wrong).__name__}") from None
 
     # -- other drafters on the same target ---------------------------------------------------------------------------
 
@@ -217,8 +236,8 @@ def load(
     Raises DartspecError in one sentence for whatever cannot be found, read, served or fitted.
     """
     if threads is not None:
-        if threads < 1:
-            raise DartspecError(f"threads is {threads}; it must be 1 or more")
+        if not isinstance(threads, int) or not 1 <= threads <= MOST_THREADS:
+            raise DartspecError(f"threads is {threads!r}; it must be a whole number from 1 to {MOST_THREADS}")
         torch.set_num_threads(threads)
     if device is not None:
         device = checked_device(device)
@@ -226,6 +245,10 @@ def load(
         if tokenizer is None:
             raise DartspecError("a model in memory needs its tokenizer: load(model, tokenizer)")
         loaded = from_memory(model, tokenizer)
+    elif model is not None and not isinstance(model, str | Path):
+        raise DartspecError(f"model is a {type(model).__name__}; it must be a folder, a hub id or a transformers model")
+    elif model == "":
+        raise DartspecError("model is an empty string: give a folder or hub id, or leave it out for the default model")
     else:
         loaded = load_model(
             model,
@@ -248,6 +271,10 @@ def load(
     made, name, drafter_note = _resolve(drafter, target, index)
     count = _nodes(nodes, target, made)
     return LM(target, text, made, name, drafter_note, count, note)
+
+
+def _no_prompt(found: str) -> DartspecError:
+    return DartspecError(f"the prompt is a {found}; it must be text, a list of messages, or a list of token ids")
 
 
 def checked_device(wanted: str | torch.device) -> torch.device:
@@ -319,11 +346,17 @@ def _speed_up(loaded: LoadedModel) -> str:
 def _resolve(wanted: str | Path | Drafter, target: Target, index: str | Path | None) -> tuple[Drafter, str, str]:
     """The drafter, its name, and a line on why it was chosen."""
     if not isinstance(wanted, str | Path):
+        if not callable(getattr(wanted, "propose", None)):
+            raise DartspecError(
+                f"drafter is a {type(wanted).__name__}; it must be a name, a trained drafter's folder, or a Drafter"
+            )
+        _no_index(index, type(wanted).__name__)
         return wanted, type(wanted).__name__, f"drafter {type(wanted).__name__}, as given"
     folder = Path(wanted)
     if wanted == "auto":
         if (found := _shipped(target)) is not None:
             return _trained(found, target, index), _method(found), f"drafter {_method(found)}, trained for this model"
+        _no_index(index, "prompt_lookup")
         made = drafters.get("prompt_lookup")
         note = "drafter prompt_lookup (copies from the text): no drafter trained for this model was found"
         return made.load(made.Config(), target), "prompt_lookup", note
@@ -341,7 +374,14 @@ def _resolve(wanted: str | Path | Drafter, target: Target, index: str | Path | N
                 f"no {wanted} drafter for {target.name} was found: train one (`dartspec train`) and give its folder"
             ) from None
         return _trained(found, target, index), str(wanted), f"drafter {wanted}, trained for this model"
+    _no_index(index, str(wanted))
     return module.load(config, target), str(wanted), f"drafter {wanted}"
+
+
+def _no_index(index: str | Path | None, name: str) -> None:
+    """Refuse an index that was asked for by name where nothing would read it."""
+    if index not in (None, "auto"):
+        raise DartspecError(f"index {index} would not be used: the drafter {name} reads none; leave it out")
 
 
 def _shipped(target: Target, method: str | None = None) -> Path | None:
@@ -359,14 +399,22 @@ def _shipped(target: Target, method: str | None = None) -> Path | None:
 
 def _method(folder: Path) -> str:
     """The method a drafter folder was trained with."""
+    path = folder / "config.json"
     try:
-        return str(json.loads((folder / "config.json").read_text()).get("method", "dart"))
-    except json.JSONDecodeError as error:
-        raise DartspecError(f"{folder / 'config.json'} is not JSON ({error}); it may be half-written") from error
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise DartspecError(f"{path} is not JSON ({error}); it may be half-written") from error
+    if not isinstance(values, dict):
+        raise DartspecError(f"{path} is a {type(values).__name__}, a JSON object was expected: it is no drafter's")
+    return str(values.get("method", "dart"))
 
 
 def _trained(folder: Path, target: Target, index: str | Path | None) -> Drafter:
     module = drafters.get(_method(folder))
+    if "index" not in inspect.signature(module.load).parameters:
+        raise DartspecError(
+            f"{folder / 'config.json'} names the method {_method(folder)}, which has no weights to load"
+        )
     beside = folder / "index.ngram"
     path = (beside if beside.exists() else None) if index == "auto" else index
     return module.load(folder, target, index=path)  # type: ignore[no-any-return]
@@ -375,7 +423,7 @@ def _trained(folder: Path, target: Target, index: str | Path | None) -> Drafter:
 def _nodes(wanted: int | str, target: Target, drafter: Drafter) -> int:
     """The tree size: as asked, or the best for this machine's measured forward times and the drafter's record."""
     if wanted != "auto":
-        if isinstance(wanted, str) or not 0 <= wanted <= 512:
+        if not isinstance(wanted, int) or isinstance(wanted, bool) or not 0 <= wanted <= 512:
             raise DartspecError(f"nodes is {wanted!r}; it must be 'auto' or in [0, 512]")
         return wanted
     record: Mapping[str, float] = getattr(getattr(drafter, "config", None), "acceptance", None) or {}

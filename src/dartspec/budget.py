@@ -10,6 +10,7 @@ import os
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -50,20 +51,29 @@ def measure_rows(target: Target, rows: Sequence[int] = ROWS) -> dict[int, float]
 
 
 def cached_rows(target: Target, folder: Path, key: str) -> dict[int, float]:
-    """`measure_rows`, kept in `folder` under `key` (what the times depend on: model, dtype, device, threads)."""
+    """`measure_rows`, kept in `folder` under `key` (what the times depend on: model, dtype, device, threads).
+
+    Where the folder cannot be written, a warning, and they are measured again next time.
+    """
     path = folder / f"rows-{key}.json"
-    if path.exists():
-        try:
-            found = {int(n): float(ms) for n, ms in json.loads(path.read_text()).items()}
-            if found:
-                return found
-        except (ValueError, TypeError, AttributeError):
-            pass  # half a file, or another version's: measure again
+    try:
+        found = {int(n): float(ms) for n, ms in json.loads(path.read_text()).items()}
+        if found:
+            return found
+    except (OSError, ValueError, TypeError, AttributeError):
+        pass  # no file, half a file, or another version's: measure
     times = measure_rows(target)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as aside:
-        json.dump(times, aside)
-    os.replace(aside.name, path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as aside:
+            json.dump(times, aside)
+        os.replace(aside.name, path)
+    except OSError as error:
+        warnings.warn(
+            f"the tree size was measured but cannot be remembered in {folder} ({error.strerror}): set DARTSPEC_CACHE "
+            "to a folder that can be written",
+            stacklevel=2,
+        )
     return times
 
 

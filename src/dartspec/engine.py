@@ -84,6 +84,7 @@ def generate(
         while waiting or alive:
             while waiting and len(alive) < batch:
                 s = waiting.pop()
+                drafter.reset([s.index])  # whatever a stream that nobody closed has left there
                 yield s.prefill(session)
                 if s.finish:
                     session.free(s.index)

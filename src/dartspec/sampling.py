@@ -159,7 +159,11 @@ class Sampler:
         if p.processors:
             context = torch.tensor([ids], dtype=torch.long, device=row.device)
             for processor in p.processors:
-                row = processor(context, row[None])[0]
+                made = processor(context, row[None])
+                if not isinstance(made, Tensor) or made.shape != (1, len(row)):
+                    found = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+                    raise DartspecError(f"a processor returned {found}; it must be logits of shape {(1, len(row))}")
+                row = made[0]
         return row
 
 

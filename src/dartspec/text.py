@@ -138,6 +138,11 @@ class Text:
         """
         if not messages:
             raise DartspecError("the conversation is empty: give at least one message")
+        for i, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not message.get("role"):
+                raise DartspecError(f"message {i} is {message!r}; it must be a mapping with a role and a content")
+            if message.get("content") is None and not message.get("tool_calls"):
+                raise DartspecError(f"message {i} ({message['role']}) has no content")
         if self.chat_template is None:
             if template_kwargs:
                 raise DartspecError(
@@ -153,6 +158,13 @@ class Text:
         return self.encode(text)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # bytes of a command line that are not UTF-8 come as these, too
+            raise DartspecError(
+                f"the text is not valid Unicode: half a surrogate pair, U+{ord(text[error.start]):04X}, at character "
+                f"{error.start}; give UTF-8 text"
+            ) from None
         # Through transformers, not the backend: a truncation left set on the backend must not cut a prompt.
         encoding = self.tokenizer(text, add_special_tokens=add_special_tokens, truncation=False, verbose=False)
         return list(encoding["input_ids"])

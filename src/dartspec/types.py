@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -165,8 +165,26 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "processors"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        lists: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+            ("stop", lambda item: isinstance(item, str), "a list of strings"),
+            ("stop_token_ids", lambda item: isinstance(item, int), "a list of token ids"),
+            ("processors", callable, "a list of callables"),
+        )
+        for name, is_right, what in lists:
+            given = getattr(self, name)
+            _check(isinstance(given, Iterable), name, repr(given), what)
+            object.__setattr__(self, name, tuple(given))
+            _check(all(map(is_right, getattr(self, name))), name, repr(given), what)
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            _check(isinstance(getattr(self, name), int | float), name, repr(getattr(self, name)), "a number")
+        for name, optional in (("top_k", False), ("max_tokens", False), ("seed", True), ("logprobs", True)):
+            value = getattr(self, name)
+            good = (optional and value is None) or (isinstance(value, int) and not isinstance(value, bool))
+            _check(good, name, repr(value), "a whole number" + (" or None" if optional else ""))
+        good = isinstance(self.logit_bias, Mapping) and all(
+            isinstance(token, int) and isinstance(number, int | float) for token, number in self.logit_bias.items()
+        )
+        _check(good, "logit_bias", repr(self.logit_bias), "a mapping from token ids to numbers")
         # far below 1e-6 the division overflows float32 and ties appear where the logits have none
         good = self.temperature == 0 or 1e-6 <= self.temperature < math.inf
         _check(good, "temperature", self.temperature, "0 (greedy), or finite and at least 1e-6")
@@ -174,10 +192,10 @@ class SamplingParams:
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]; 1 switches it off")
         _check(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]; 0 switches it off")
         _check(
-            self.repetition_penalty > 0,
+            0 < self.repetition_penalty < math.inf,
             "repetition_penalty",
             self.repetition_penalty,
-            "above 0; 1 switches it off",
+            "above 0 and finite; 1 switches it off",
         )
         _check(abs(self.presence_penalty) < math.inf, "presence_penalty", self.presence_penalty, "finite")
         _check(abs(self.frequency_penalty) < math.inf, "frequency_penalty", self.frequency_penalty, "finite")

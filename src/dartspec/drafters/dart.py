@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import time
 import warnings
@@ -45,6 +46,7 @@ _SIZES = (
     "num_target_layers",
 )
 PREFILL_ROWS = 512  # clean rows a chunk while a long prompt is read
+MOST_STEPS = 256  # positions guessed in one forward; far above what can be guessed
 FEW_ROWS = 32  # that many new rows go through one product together with the last one
 
 
@@ -84,11 +86,27 @@ class Config:
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.taps, list | tuple) or not all(type(tap) is int for tap in self.taps):
+            raise DartspecError(f"DART config: taps is {self.taps!r}; must be a list of whole numbers")
         object.__setattr__(self, "taps", tuple(self.taps))
+        for name in ("rms_norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value < math.inf:
+                raise DartspecError(f"DART config: {name} is {value!r}; must be a number above 0")
         for name in _SIZES:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise DartspecError(f"DART config: {name} is {value!r}; must be a positive integer")
+        if self.d > MOST_STEPS:
+            raise DartspecError(f"DART config: d is {self.d}; must be at most {MOST_STEPS}")
+        try:
+            good = all(int(nodes) >= 0 and float(mean) >= 1 for nodes, mean in self.acceptance.items())
+        except (AttributeError, TypeError, ValueError):
+            good = False
+        if not good:
+            raise DartspecError(
+                f"DART config: acceptance is {self.acceptance!r}; must map tree sizes to committed tokens a round"
+            )
         if self.method != "dart":
             raise DartspecError(f"DART config: method is {self.method!r}, expected 'dart'")
         if self.hidden_act != "silu":
@@ -275,6 +293,11 @@ class DartNet(nn.Module):
                 raise DartspecError(
                     f"{path}: {name} has shape {list(found[name].shape)}, config.json asks for {list(tensor.shape)}"
                 )
+            if tensor.is_floating_point() != found[name].is_floating_point():
+                kind = "floating-point" if tensor.is_floating_point() else "whole"
+                raise DartspecError(f"{path}: {name} is {found[name].dtype}; must hold {kind} numbers")
+            if not bool(torch.isfinite(found[name]).all()):
+                raise DartspecError(f"{path}: {name} holds numbers that are not finite; its training went wrong")
         if unexpected := sorted(set(found) - set(wanted)):
             raise DartspecError(f"{path}: unexpected weight {unexpected[0]}; the file does not fit its config.json")
         found["d2t"] = found["d2t"].to(torch.int64)

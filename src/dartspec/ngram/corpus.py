@@ -114,14 +114,23 @@ def _parsed(line: str, where: str) -> list[str | NDArray[np.int32]]:
     value = record[keys[0]]
     if keys[0] == "messages" and isinstance(value, list):
         turns = [turn.get("content") for turn in value if isinstance(turn, dict)]
-        texts: list[str | NDArray[np.int32]] = [turn for turn in turns if isinstance(turn, str)]
+        texts = [turn for turn in turns if isinstance(turn, str)]
         if len(texts) == len(value):
-            return texts
+            return [_valid(text, where) for text in texts]
     if keys[0] == "response" and isinstance(value, list):
         try:
             return [as_ids(value)]
         except DartspecError as error:
             raise DartspecError(f"{where}: {error}") from error
     if keys[0] != "messages" and isinstance(value, str):
-        return [value]
+        return [_valid(value, where)]
     raise DartspecError(f"{where}: {keys[0]} is not of the kind that `{keys[0]}` has (see dartspec.ngram.corpus)")
+
+
+def _valid(text: str, where: str) -> str:
+    """The text, unless JSON escapes have put half a surrogate pair into it, which is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DartspecError(f"{where}: half a surrogate pair, U+{ord(text[error.start]):04X}, is no text") from None
+    return text

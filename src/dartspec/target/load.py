@@ -422,7 +422,15 @@ def _default() -> _Found:
     folder = cache_dir() / f"{DEFAULT_NAME}-v{_CONVERSION}-{identity}"
     if not (folder / "config.json").is_file():
         _convert(_gguf(path), folder)
-    return _Found(folder, DEFAULT_NAME, "default", identity)
+    found = _Found(folder, DEFAULT_NAME, "default", identity)
+    try:
+        for weights in _weight_files(found):
+            read_safetensors_header(weights)
+    except DartspecError as error:
+        raise DartspecError(
+            f"the default model's cache is damaged, remove the folder {folder} and it is converted again: {error}"
+        ) from error
+    return found
 
 
 def _convert(found: _Found, folder: Path) -> None:

@@ -7,6 +7,7 @@ explicit position ids, a cache layer, forward hooks.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,7 @@ class Target:
         weights_fingerprint: str | None = None,
     ) -> None:
         self.model = model.eval()
+        self.turn = threading.Lock()  # sessions of several threads take turns, a forward each
         self.name = name
         self.eos_token_ids = eos_token_ids
         self.tokenizer_fingerprint = tokenizer_fingerprint
@@ -262,10 +264,11 @@ class Session:
         positions = (torch.tensor(starts)[:, None] + depth).to(target.device)
         self._cache.window.set(first, starts, n)
         built = target._masks.build(starts, mask, depth, target.device)
-        if not self.taps:
-            return target.forward(ids, positions, built, self._cache, keep), None
-        with target.recording(self.taps) as got:
-            logits = target.forward(ids, positions, built, self._cache, keep)
+        with target.turn:  # hooks would record another thread's forward
+            if not self.taps:
+                return target.forward(ids, positions, built, self._cache, keep), None
+            with target.recording(self.taps) as got:
+                logits = target.forward(ids, positions, built, self._cache, keep)
         return logits, torch.stack([got[t].to(target.device) for t in self.taps], dim=2)
 
 
