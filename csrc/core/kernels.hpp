@@ -29,7 +29,7 @@ struct LinearPart {
   const bf16* bias;
 };
 
-// Weights of one or several linear layers with the same input, copied once into panels of 64 outputs x pairs of
+// Weights of one or several linear layers with the same input, copied once into panels of 32 outputs x pairs of
 // inputs, in the order in which they are read. y = x W^T + b with float32 accumulation, pairs of inputs in ascending
 // order, rounded once.
 class PackedLinear {

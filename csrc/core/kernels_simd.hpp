@@ -22,17 +22,7 @@
 
 namespace dartspec::simd {
 
-constexpr int kPanel = 64;    // outputs of a panel: 4 registers of 16
-constexpr int kMaxRows = 12;  // rows of a micro-kernel
-
-DARTSPEC_SIMD_INLINE float to_float(bf16 value) {
-  return __builtin_bit_cast(float, static_cast<std::uint32_t>(value) << 16);
-}
-
-DARTSPEC_SIMD_INLINE __m512 load_bf16(const bf16* p) {
-  return _mm512_castsi512_ps(
-      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
-}
+constexpr int kPanel = 64;  // keys of a panel: 4 registers of 16
 
 DARTSPEC_SIMD_INLINE __m512 load_bf16(const bf16* p, __mmask16 mask) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p)), 16));

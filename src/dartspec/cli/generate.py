@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from dartspec.cli.verdict import PlainStep
     from dartspec.types import SamplingParams
 
-LogProbs = list[tuple[float, list[tuple[int, float]]]]
-
 
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="What to ask; - reads stdin.", show_default=False)] = None,

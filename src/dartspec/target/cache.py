@@ -152,7 +152,3 @@ class SlotCache(Cache):  # type: ignore[misc]
         for group in self._groups:
             for tensor in group:
                 tensor[:, target, :, :length] = tensor[:, source, :, :length]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for group in self._groups for t in group)

@@ -98,10 +98,6 @@ class Target:
                 raise DartspecError(f"tap {tap} asked of {self.name}, which has taps 0 to {self.num_layers}")
         return Session(self, SlotCache(self._shapes, num_slots, capacity), tuple(taps))
 
-    def bytes_per_position(self) -> int:
-        """Cache bytes that one position of one sequence takes."""
-        return sum(s.num_heads * (s.key_width + s.value_width) * s.dtype.itemsize for s in self._shapes.values())
-
     @torch.inference_mode()
     def forward(self, ids: Tensor, positions: Tensor, mask: Any, cache: Any, keep: int = 0) -> Tensor:
         """(B, N) ids at (B, N) positions under `mask` -> (B, keep or N, V) logits as the model makes them."""
@@ -192,14 +188,6 @@ class Session:
         self._num_slots = cache.layers[0].keys.shape[0]
         self._slots: list[int] = []  # slot of each active row
         self._lengths: list[int] = []  # committed positions of each active row
-
-    @property
-    def capacity(self) -> int:
-        return self._cache.capacity
-
-    def length(self, slot: int) -> int:
-        """Positions of this sequence in the cache: all committed tokens but the last."""
-        return self._lengths[self._slots.index(slot)]
 
     def prefill(self, slot: int, ids: Sequence[int]) -> Scores:
         """Runs a prompt into a free slot. Logits of the last position only, (1, V); features of all, (P, n_taps, H)."""

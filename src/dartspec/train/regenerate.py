@@ -120,7 +120,6 @@ def main() -> None:
 
     import torch
 
-    from dartspec.target.attention import register
     from dartspec.target.fast import accelerate
     from dartspec.target.load import load_model
 
@@ -137,7 +136,6 @@ def main() -> None:
     a = p.parse_args()
     torch.set_grad_enabled(False)
     torch.set_num_threads(a.threads)
-    register()
     loaded = load_model(a.model, dtype=a.dtype)
     accelerate(loaded.model, torch.arange(3, 11)[None], a.threads)
     text = Text(loaded.tokenizer)
