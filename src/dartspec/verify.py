@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from dartspec.sampling import Sampler, no_token
+from dartspec.tree import depths
 from dartspec.types import Scores, TokenTree, Verdict
 
 
@@ -27,10 +28,7 @@ def verify(scores: Scores, tree: TokenTree, sampler: Sampler, history: Sequence[
     picks = torch.full((len(tokens),), -1, dtype=torch.int32)
     known: list[int] | None = None
     if scores.logits.device.type != "cpu" and not sampler.params.uses_history:
-        depth = [0] * len(tokens)
-        for i in range(1, len(tokens)):
-            depth[i] = depth[parents[i]] + 1
-        known = sampler.pick_rows(scores.logits, [len(history) + d for d in depth])
+        known = sampler.pick_rows(scores.logits, (len(history) + depths(tree)).tolist())
         picks = torch.tensor(known, dtype=torch.int32)
 
     path: list[int] = [0]

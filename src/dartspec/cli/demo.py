@@ -6,6 +6,7 @@ between rounds, where no clock runs: tokens/s are the engine's, not the screen's
 
 from __future__ import annotations
 
+import contextlib
 import json as json_module
 import math
 import secrets
@@ -194,7 +195,7 @@ def _one(text: str, ids: list[int], sides: tuple[Side, Side], params: SamplingPa
     console.print(RichText(printable(text), style="bold"))
     height = max(3, min(16, console.height - 4))
     live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
-    with live or _Still():
+    with live or contextlib.nullcontext():
         drawn = 0.0
         for side in sides:
             painter, written = Painter(side.lm.text), list[int]()
@@ -210,14 +211,6 @@ def _one(text: str, ids: list[int], sides: tuple[Side, Side], params: SamplingPa
             side.ids.append(written)
             side.metrics.append(side.current)
     console.print(_pair(sides, console.width, None))
-
-
-class _Still:
-    """Stands in for the live view where there is no terminal."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_error: object) -> None: ...
 
 
 def _pair(sides: tuple[Side, Side], width: int, height: int | None) -> Table:

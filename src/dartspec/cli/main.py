@@ -36,12 +36,7 @@ class Verbs(TyperGroup):
         except BrokenPipeError:  # the reader (`| head`) has what it wanted
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(PIPE_CLOSED) from None
-        except DartspecError as error:
-            if debugging():
-                raise
-            error_line(_one_line(error))
-            raise typer.Exit(BAD_INPUT) from None
-        except OSError as error:
+        except (DartspecError, OSError) as error:
             if debugging():
                 raise
             error_line(_one_line(error))

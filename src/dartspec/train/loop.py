@@ -13,6 +13,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -126,15 +127,9 @@ def sequence_at(config: TrainConfig, num_examples: int, position: int) -> int:
     return int(_permutation(config.seed, epoch, num_examples)[place])
 
 
-_permutations: dict[tuple[int, int, int], Tensor] = {}
-
-
+@lru_cache(maxsize=1)
 def _permutation(seed: int, epoch: int, n: int) -> Tensor:
-    key = (seed, epoch, n)
-    if key not in _permutations:
-        _permutations.clear()
-        _permutations[key] = torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
-    return _permutations[key]
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
 class Trainer:
