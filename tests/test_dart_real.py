@@ -71,7 +71,7 @@ def test_decoding_equals_training_on_the_real_model(answered: tuple[Target, list
     for i, end in enumerate(ends):
         new = Committed(0, ids[: end + 1], end - done, states.features[done:end])
         log_probs, _ = drafter.lattice([new])
-        torch.testing.assert_close(log_probs[0], wanted[i].topk(dart.TOP_K).values, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(log_probs[0], wanted[i].topk(drafter.search.top_k).values, rtol=1e-4, atol=1e-4)
         done = end
 
 

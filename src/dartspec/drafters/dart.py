@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from dartspec.lattice import SearchConfig
     from dartspec.ngram import NgramIndex
 
-TOP_K = 25  # candidates a position (method, section 4)
 _SIZES = (
     "d",
     "hidden_size",
@@ -503,7 +502,7 @@ class DartDrafter:
 
     @torch.inference_mode()
     def lattice(self, new: Sequence[Committed]) -> tuple[Tensor, Tensor]:
-        """The drafter's forward: per sequence and offset the TOP_K likeliest tokens.
+        """The drafter's forward: per sequence and offset the `search.top_k` likeliest tokens.
 
         Returns natural log-probabilities over the draft vocabulary (B, d, k) float32 and target ids (B, d, k) int32,
         on the CPU, best first. The new rows enter the prefix; the masks leave nothing behind. Where a logit is not
@@ -516,7 +515,7 @@ class DartDrafter:
         """(B * d, V) float32 logits, overwritten -> log-probabilities and ids, (B, d, k)."""
         if self._forbidden is not None:
             logits[:, self._forbidden] = float("-inf")
-        k = min(TOP_K, logits.shape[-1])
+        k = min(self.search.top_k, logits.shape[-1])
         best, where = logits.topk(k, dim=-1)
         top = best[:, :1]
         log_probs = (best - top) - logits.sub_(top).exp_().sum(-1, keepdim=True).log_()
