@@ -84,14 +84,15 @@ class LM:
     `lm.with_drafter(...)` (the model's forwards then take turns), or their own `load`.
 
     drafter_note: one line on which drafter was chosen and why. nodes: draft tokens a tree may have.
+    fast_note: one line on our CPU kernels: used, or why not.
     """
 
     def __init__(
-        self, target: Target, text: Text, drafter: Drafter, name: str, note: str, nodes: int, plan: str = ""
+        self, target: Target, text: Text, drafter: Drafter, name: str, note: str, nodes: int, fast_note: str
     ) -> None:
         self.target, self.text, self.drafter, self.nodes = target, text, drafter, nodes
         self.drafter_name, self.drafter_note = name, note
-        self.fast_note = plan
+        self.fast_note = fast_note
 
     # -- generating --------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ but the caches that looking at a hub or GGUF model fills."""
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json as json_module
 import os
 import platform
@@ -20,7 +19,7 @@ from dartspec.errors import DartspecError
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "huggingface_hub", "gguf", "accelerate")
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_vnni", "bf16", "asimd")
-OPTIONAL = {"gguf": "models from GGUF files", "accelerate": "training on several devices"}
+OPTIONAL = {"gguf": "models from GGUF files", "accelerate": "models from GGUF files"}
 
 
 class _EnoughSeenError(Exception):
@@ -129,12 +128,14 @@ def _kernels(kind: Any, place: Any) -> str:
     """Whether our CPU kernels would be used."""
     import torch
 
+    from dartspec import _core
+
     if place.type != "cpu":
         return f"not used on {place.type}"
     if kind != torch.bfloat16:
         return "not used: they are for bfloat16"
-    if importlib.util.find_spec("dartspec.target.fast") is None:
-        return "not in this build"
+    if not _core.kernels_supported():
+        return "not used: this CPU has no AVX512_BF16"
     return "used where the model's layers allow it"
 
 
