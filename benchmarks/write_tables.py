@@ -2,8 +2,8 @@
 
     python benchmarks/write_tables.py
 
-Reads table-t0.json and table-t08.json (table.py), acceptance.json (table.py --no-plain), plain.json (plain.py) and
-kernels.json (kernels.py). No number is typed by hand.
+Reads table-t0.json and table-t08.json (table.py), acceptance.json (table.py --no-plain) and plain.json (plain.py). No
+number in a table is typed by hand.
 """
 
 from __future__ import annotations
