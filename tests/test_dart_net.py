@@ -13,6 +13,8 @@ from torch import Tensor
 
 from dartspec.drafters.dart import Config, DartDrafter, DartNet, SharedRows
 from dartspec.errors import DartspecError
+from dartspec.lattice import SearchConfig
+from dartspec.ngram import NgramIndex
 from dartspec.types import Committed
 from reference.dart_dense import dense_forward, layout
 
@@ -322,6 +324,30 @@ def test_search_time_is_reported_apart() -> None:
     assert drafter.search_ms == 0
     drafter.propose([Committed(0, ids, 8, features)], [16])
     assert drafter.search_ms > 0
+
+
+@pytest.mark.parametrize("top_k", [3, 40])
+def test_the_search_says_how_many_candidates_a_position_has(top_k: int) -> None:
+    drafter = DartDrafter(random_net(config()), View(), search=SearchConfig(top_k=top_k))
+    ids, features = text(9)
+    log_probs, tokens = drafter.lattice([Committed(0, ids, 8, features)])
+    assert log_probs.shape == tokens.shape == (1, drafter.config.d, min(top_k, drafter.config.draft_vocab_size))
+
+
+def test_an_index_of_a_high_order_reads_all_the_text_that_it_can_use() -> None:
+    """Four-grams see three committed tokens at the first position: what follows all three beats what follows two."""
+    net, view = random_net(config()), View()
+    ids, features = text(9)
+    a, b, c = ids[-3:].tolist()
+    other = next(t for t in range(view.num_tokens) if t != a)
+    rare, common = sorted(set(net.target_ids().tolist()) - {a, b, c, other})[:2]
+    index = NgramIndex.build(
+        [[a, b, c, rare], *[[other, b, c, common]] * 9],
+        order=4, vocab_size=view.vocab_size, fingerprint="", name="", description="",
+    )  # fmt: skip
+    search = SearchConfig(top_k=10**6, ngram_weight=1e3, ngram_at_level0=True)
+    (tree,) = DartDrafter(net, view, index, search).propose([Committed(0, ids, 8, features)], [1])
+    assert tree.tokens.tolist() == [c, rare]
 
 
 def test_no_sequences_no_trees() -> None:

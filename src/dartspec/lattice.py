@@ -106,7 +106,7 @@ class _Searches(threading.local):
 
 
 _searches = _Searches()
-_MOST_CONTEXT = 4  # tokens that an index of the highest order, 5, reads
+MOST_CONTEXT = 4  # tokens that an index of the highest order, 5, reads
 
 
 @lru_cache(maxsize=64)
@@ -161,7 +161,7 @@ def build_tree(
         log_probs.detach().cpu().contiguous().numpy(),
         tokens.detach().cpu().contiguous().numpy(),
         root,
-        np.array(context[-_MOST_CONTEXT:], dtype=np.int32),
+        np.array(context[-MOST_CONTEXT:], dtype=np.int32),
         _eos_array(eos_ids),
         None if continuity is None else continuity.core,
         out_tokens,

@@ -474,7 +474,7 @@ class DartDrafter:
 
     def propose(self, new: Sequence[Committed], budget: Sequence[int]) -> list[TokenTree]:
         """One tree a sequence. `new[i].features` are the target's states at `taps`, unnormed, as hooks gave them."""
-        from dartspec.lattice import build_tree
+        from dartspec.lattice import MOST_CONTEXT, build_tree
 
         if not new:
             return []
@@ -482,7 +482,7 @@ class DartDrafter:
         began = time.perf_counter()
         trees = []
         for i, one in enumerate(new):
-            context = one.history[-2:].tolist()
+            context = one.history[-MOST_CONTEXT:].tolist()
             trees.append(
                 build_tree(
                     context[-1],
