@@ -262,8 +262,9 @@ def test_offsets_that_point_anywhere_are_read_within_bounds(image: bytes) -> Non
         damaged[offset : offset + size] = generator.bytes(size)
         index = NgramIndex(_core.NgramIndex.from_bytes(bytes(damaged)), None)
         for a in range(31):
-            index.probabilities([a, (a * 7) % 31], range(-1, 42))
-            index.continuations([(a * 3) % 31, a], 50)
+            found = index.probabilities([a, (a * 7) % 31], range(-1, 42))
+            assert ((found >= 0) & (found <= 1)).all()
+            assert all(0 <= p <= 1 for _, p in index.continuations([(a * 3) % 31, a], 50))
 
 
 @pytest.mark.parametrize(
