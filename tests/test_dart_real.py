@@ -11,7 +11,7 @@ import torch
 import dartspec
 from dartspec.drafters import dart
 from dartspec.drafters.dart import DartNet, SharedRows
-from dartspec.target.load import load_model
+from dartspec.target.load import as_target, load_model
 from dartspec.target.target import Target
 from dartspec.text import Text
 from dartspec.train.data import Example
@@ -37,14 +37,7 @@ def answered() -> tuple[Target, list[Example]]:
     """The default model in float32, and its own greedy answers of 40 tokens."""
     loaded = load_model(None, dtype="float32")
     text = Text(loaded.tokenizer)
-    target = Target(
-        loaded.model,
-        text.num_tokens,
-        text.eos_token_ids(None),
-        loaded.name,
-        text.fingerprint,
-        loaded.weights_fingerprint,
-    )
+    target = as_target(loaded)
     examples = []
     for question in PROMPTS:
         prompt = text.encode_chat([{"role": "user", "content": question}])

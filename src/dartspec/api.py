@@ -20,7 +20,7 @@ from dartspec.accounting import Metrics
 from dartspec.budget import cached_rows, choose_nodes
 from dartspec.engine import Chunk, Request, generate
 from dartspec.errors import DartspecError
-from dartspec.target.load import LoadedModel, MemoryPlan, cache_dir, from_memory, load_model
+from dartspec.target.load import LoadedModel, MemoryPlan, as_target, cache_dir, from_memory, load_model
 from dartspec.target.target import Target
 from dartspec.text import Text
 from dartspec.types import Drafter, Processor, SamplingParams
@@ -261,14 +261,7 @@ def load(
         )
     text = Text(loaded.tokenizer)
     note = _speed_up(loaded) if fast else "own kernels: off"
-    target = Target(
-        loaded.model,
-        text.num_tokens,
-        text.eos_token_ids(getattr(loaded.model, "generation_config", None)),
-        loaded.name,
-        text.fingerprint,
-        loaded.weights_fingerprint,
-    )
+    target = as_target(loaded)
     made, name, drafter_note = _resolve(drafter, target, index)
     count = _nodes(nodes, target, made)
     return LM(target, text, made, name, drafter_note, count, note)

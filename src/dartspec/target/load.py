@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from dartspec.errors import DartspecError
+from dartspec.target.target import Target
 from dartspec.text import Text, load_tokenizer
 
 DEFAULT_NAME = "smollm2"
@@ -138,6 +139,21 @@ def load_model(
     if kind == torch.float16:
         check_finite(model, found.name)
     return LoadedModel(model, tokenizer, found.name, found.revision, found.kind, True, weights_fingerprint(model), plan)
+
+
+def as_target(loaded: LoadedModel) -> Target:
+    """The loaded model as a `Target`, with its tokenizer's size, end-of-text ids and both fingerprints.
+
+    What changes the model's modules (`fast.accelerate`) comes before: a target keeps references to its layers."""
+    text = Text(loaded.tokenizer)
+    return Target(
+        loaded.model,
+        text.num_tokens,
+        text.eos_token_ids(getattr(loaded.model, "generation_config", None)),
+        loaded.name,
+        text.fingerprint,
+        loaded.weights_fingerprint,
+    )
 
 
 def from_memory(model: Any, tokenizer: Any, *, name: str | None = None) -> LoadedModel:

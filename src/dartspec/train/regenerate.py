@@ -12,15 +12,20 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
+import torch
+
 from dartspec.drafters import none
 from dartspec.engine import Request, generate
 from dartspec.errors import DartspecError
+from dartspec.target.fast import accelerate
+from dartspec.target.load import as_target, load_model
 from dartspec.target.target import Target
 from dartspec.text import Text
 from dartspec.types import SamplingParams
@@ -29,6 +34,8 @@ from dartspec.types import SamplingParams
 def read_prompts(paths: Sequence[Path]) -> Iterator[tuple[str, str]]:
     """(id, first user turn) of every line; a line of another form is named and refused."""
     for path in paths:
+        if not path.is_file():
+            raise DartspecError(f"{path}: no such file; give JSONL files of prompts")
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 try:
@@ -46,10 +53,14 @@ def done_ids(path: Path) -> set[str]:
         return set()
     data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
+    try:
+        ids = {str(json.loads(line)["id"]) for line in data[:whole].splitlines()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise DartspecError(f"{path} holds something other than answers ({error}); give another --out") from error
     if whole < len(data):
         with open(path, "r+b") as file:
             file.truncate(whole)
-    return {str(json.loads(line)["id"]) for line in data[:whole].splitlines()}
+    return ids
 
 
 def regenerate(
@@ -115,47 +126,51 @@ def regenerate(
     return num_answers
 
 
-def main() -> None:
-    import random
-
-    import torch
-
-    from dartspec.target.fast import accelerate
-    from dartspec.target.load import load_model
-
+def main(arguments: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("prompts", type=Path, nargs="+")
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--model", default=None)
-    p.add_argument("--dtype", default=None)
-    p.add_argument("--temperatures", default="0,0.7")
-    p.add_argument("--batch", type=int, default=48)
-    p.add_argument("--max-tokens", type=int, default=208)
-    p.add_argument("--max-prompt", type=int, default=176)
-    p.add_argument("--threads", type=int, default=1)
-    a = p.parse_args()
-    torch.set_grad_enabled(False)
+    p.add_argument("prompts", type=Path, nargs="+", help="JSONL files of prompts")
+    p.add_argument("--out", type=Path, required=True, help="JSONL file of answers; what it has is not asked again")
+    p.add_argument("--model", default=None, help="folder, hub id or GGUF file (default: the embedded model)")
+    p.add_argument("--dtype", default=None, help="default: the machine's")
+    p.add_argument("--temperatures", default="0,0.7", help="shared out over the prompts by their ids (default: 0,0.7)")
+    p.add_argument("--batch", type=int, default=48, help="answers written at a time (default: 48)")
+    p.add_argument("--max-tokens", type=int, default=208, help="of an answer (default: 208)")
+    p.add_argument("--max-prompt", type=int, default=176, help="tokens; longer ones are left out (default: 176)")
+    p.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    try:
+        _run(p.parse_args(arguments))
+    except DartspecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _run(a: argparse.Namespace) -> None:
+    try:
+        temperatures = [float(t) for t in a.temperatures.split(",")]
+    except ValueError:
+        raise DartspecError(f"--temperatures is {a.temperatures!r}; it must be numbers such as 0,0.7") from None
+    if a.threads < 1:
+        raise DartspecError(f"--threads is {a.threads}; it must be 1 or more")
+    prompts = sorted(read_prompts(a.prompts))
+    random.Random(0).shuffle(prompts)  # sets mixed, so that a run stopped half-way has some of each
     torch.set_num_threads(a.threads)
     loaded = load_model(a.model, dtype=a.dtype)
     accelerate(loaded.model, torch.arange(3, 11)[None], a.threads)
-    text = Text(loaded.tokenizer)
-    target = Target(loaded.model, text.num_tokens, text.eos_token_ids(loaded.model.generation_config), loaded.name)
-    prompts = sorted(read_prompts(a.prompts))
-    random.Random(0).shuffle(prompts)  # sets mixed, so that a run stopped half-way has some of each
-    try:
-        regenerate(
-            target,
-            text,
-            prompts,
-            a.out,
-            temperatures=[float(t) for t in a.temperatures.split(",")],
-            batch=a.batch,
-            max_tokens=a.max_tokens,
-            max_prompt=a.max_prompt,
-        )
-    except DartspecError as error:
-        sys.exit(str(error))
+    regenerate(
+        as_target(loaded),
+        Text(loaded.tokenizer),
+        prompts,
+        a.out,
+        temperatures=temperatures,
+        batch=a.batch,
+        max_tokens=a.max_tokens,
+        max_prompt=a.max_prompt,
+    )
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
