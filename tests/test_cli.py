@@ -617,6 +617,7 @@ def test_an_index_of_another_tokenizer_is_refused(folder: str, drafter: Path, tm
         ((), "training needs a target, at least one data file and an output folder"),
         (("/nowhere.json",), "cannot be read"),
         (("--set", "steps"), "is not KEY=VALUE"),
+        (("--set", "target=./nowhere", "--set", "data=b", "--set", "out=c"), "nowhere"),
         (("--set", "target=a", "--set", "data=b", "--set", "out=c", "--set", "stepz=1"), "unknown key 'stepz'"),
         (("--set", "target=a", "--set", "data=b", "--set", "out=c", "--set", "d=1"), "d = 1 is out of range"),
     ],
