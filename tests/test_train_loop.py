@@ -289,6 +289,14 @@ def test_default_taps_are_low_middle_high_or_refused() -> None:  # case 19
             default_taps(layers)
 
 
+def test_a_target_on_an_accelerator_is_refused_before_any_work(config: TrainConfig) -> None:
+    elsewhere = target()
+    elsewhere.device = torch.device("cuda", 0)
+    with pytest.raises(DartspecError, match="training runs on the CPU only so far"):
+        train(config, elsewhere, report=lambda line: None)
+    assert not Path(config.out).exists()
+
+
 def test_a_target_that_changes_its_logits_is_refused() -> None:
     t = Target(tiny.model("gemma2"), tiny.VOCAB, frozenset({2}), "capped")
     with pytest.raises(DartspecError, match="final_logit_softcapping"):
@@ -391,17 +399,3 @@ def test_training_and_serving_agree_on_one_sequence(config: TrainConfig) -> None
     wanted = [round(h / c, 4) for h, c in zip(hits, counts, strict=True)]
     assert report["hit1"] == pytest.approx(wanted, abs=1e-4)
     assert max(wanted) > 0
-
-
-def test_the_module_runs_from_the_command_line(config: TrainConfig, tmp_path: Path, capsys: Any) -> None:
-    from dartspec.train.__main__ import main
-
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**config.to_dict(), "target": str(tmp_path / "nowhere")}))
-    assert main([str(path)]) == 2
-    assert "nowhere" in capsys.readouterr().err
-    assert main([str(path), "--set", "steps"]) == 2
-    assert "must read KEY=VALUE" in capsys.readouterr().err
-    assert main([str(tmp_path / "none.json")]) == 2
-    assert main([str(path), "--set", "colour=1"]) == 2
-    assert "unknown key 'colour'" in capsys.readouterr().err

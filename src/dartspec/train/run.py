@@ -129,6 +129,10 @@ def train(
 
     dry_run: say tokens, coverage, cache size, then measure the rate on a few updates and say the hours; writes nothing.
     """
+    if target.device.type != "cpu":
+        raise DartspecError(
+            f"{target.name} is on {target.device}, and training runs on the CPU only so far: load it with device cpu"
+        )
     torch.set_num_threads(config.threads)
     paths = [Path(p) for p in config.data]
     examples = read_examples(paths, max_tokens=config.max_tokens, vocab_size=target.num_tokens)
