@@ -178,14 +178,18 @@ class _Sequence:
         scores = session.prefill(self.index, self.ids)
         token = self.sampler.pick(scores.logits[-1], self.ids)
         self.metrics.prefill_ms = 1e3 * (time.perf_counter() - began)
-        self.news = Committed(self.index, self._history, self.num_prompt, scores.features)
+        self.news = Committed(
+            self.index, self._history, self.num_prompt, scores.features, perturb=self.sampler.perturbed
+        )
         return self._append([token], scores.logits[-1:], 0, None)
 
     def commit(self, scores: Scores, tree: TokenTree, verdict: Verdict) -> Chunk:
         """Appends the accepted tokens and the bonus, up to the first stop."""
         tokens = [*tree.tokens[verdict.path[1:]].tolist(), verdict.bonus]
         features = None if scores.features is None else scores.features[verdict.path]
-        self.news = Committed(self.index, self._history, len(tokens), features, tree, verdict.picks)
+        self.news = Committed(
+            self.index, self._history, len(tokens), features, tree, verdict.picks, self.sampler.perturbed
+        )
         return self._append(tokens, scores.logits[verdict.path], verdict.num_accepted, tree)
 
     def _append(self, tokens: list[int], logits: Tensor, num_accepted: int, tree: TokenTree | None) -> Chunk:

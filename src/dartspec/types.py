@@ -13,6 +13,7 @@ from torch import Tensor
 from dartspec.errors import DartspecError
 
 Processor = Callable[[Tensor, Tensor], Tensor]
+Perturb = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
 
 
 class TokenTree(NamedTuple):
@@ -77,6 +78,9 @@ class Committed(NamedTuple):
     features: (n_new, n_taps, H) or None when the drafter asked for no taps.
     tree:     the tree that was scored, or None after prefill.
     picks:    (N,) int32 as in `Verdict`, or None after prefill.
+    perturb:  `(logits (V,), history, path) -> (num_tokens,) float32`, of which the target's pick after history + path is
+              the argmax: its filters, and its noise at that position. A drafter that has logits of its own puts them
+              through it and so draws what the target would, were they the target's (Gumbel coupling). None: greedy.
     """
 
     slot: int
@@ -85,6 +89,7 @@ class Committed(NamedTuple):
     features: Tensor | None
     tree: TokenTree | None = None
     picks: Tensor | None = None
+    perturb: Perturb | None = None
 
 
 @runtime_checkable
