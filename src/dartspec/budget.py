@@ -12,6 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dartspec.tree import from_chain
+from dartspec.types import RoundTimes, SamplingParams, TokenTree, Verdict
 
 if TYPE_CHECKING:
     from dartspec.target.target import Target
@@ -26,6 +28,34 @@ if TYPE_CHECKING:
 ROWS = (1, 3, 5, 9, 13, 17, 25, 33, 45, 60)
 CONTEXT = 256  # committed tokens behind the rows that are timed
 REPEATS = 7
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A controller (`types.Controller`) that always asks for the same number of nodes and verifies them all."""
+
+    num_nodes: int
+
+    @property
+    def most_nodes(self) -> int:
+        return self.num_nodes
+
+    def join(self, slot: int, params: SamplingParams, length: int) -> None:
+        """Nothing is remembered."""
+
+    def leave(self, slot: int) -> None:
+        """Nothing is remembered."""
+
+    def ask(self, slots: Sequence[int], room: Sequence[int]) -> list[int]:
+        return [min(self.num_nodes, r) for r in room]
+
+    def cut(self, slots: Sequence[int], trees: Sequence[TokenTree]) -> list[TokenTree]:
+        return list(trees)
+
+    def observe(
+        self, slots: Sequence[int], trees: Sequence[TokenTree], verdicts: Sequence[Verdict], times: RoundTimes
+    ) -> None:
+        """Nothing is learned."""
 
 
 def measure_rows(target: Target, rows: Sequence[int] = ROWS) -> dict[int, float]:

@@ -74,12 +74,13 @@ class Committed(NamedTuple):
     slot:     stable number of the sequence while it lives.
     history:  (L,) int64, every committed token; the last one is the root of the next tree and has not been through
               the target yet.
-    n_new:    how many of them are new since the last `propose` (after prefill: all but the first token).
+    n_new:    how many of them are new since the last `propose`, which rounds without drafting may have been skipped
+              (after prefill: all but the first token; after `fork`: all but its `length` and the first token).
     features: (n_new, n_taps, H) or None when the drafter asked for no taps.
-    tree:     the tree that was scored, or None after prefill.
+    tree:     the tree that was scored in the last round, or None after prefill.
     picks:    (N,) int32 as in `Verdict`, or None after prefill.
-    perturb:  `(logits (V,), history, path) -> (num_tokens,) float32`, of which the target's pick after history + path is
-              the argmax: its filters, and its noise at that position. A drafter that has logits of its own puts them
+    perturb:  `(logits (V,), history, path) -> (num_tokens,) float32`, of which the target's pick after history and path
+              is the argmax: its filters, and its noise at that position. A drafter with logits of its own puts them
               through it and so draws what the target would, were they the target's (Gumbel coupling). None: greedy.
     """
 
@@ -127,7 +128,75 @@ class Drafter(Protocol):
         ...
 
     def propose(self, new: Sequence[Committed], budget: Sequence[int]) -> list[TokenTree]:
-        """One tree a sequence, with at most `budget[i]` draft tokens; its root is `new[i].history[-1]`."""
+        """One tree a sequence, with at most `budget[i]` draft tokens; its root is `new[i].history[-1]`.
+
+        A sequence may be left out of any number of calls; what it learned meanwhile then comes at once. A budget of 0
+        only asks to read it.
+        """
+        ...
+
+
+@runtime_checkable
+class Forks(Protocol):
+    """What a drafter may offer so that its state is reused where two texts begin alike (a system prompt, a chat)."""
+
+    def fork(self, source: int, target: int, length: int) -> None:
+        """Lets the fresh slot `target` begin as `source` did, which stays as it is.
+
+        length: rows that both share. A row is the pair (position p, token at p + 1), so the histories agree in
+        the first `length + 1` tokens, and `source` has been told of at least `length` rows. The target's first
+        `Committed` brings the rows behind them.
+        """
+        ...
+
+
+class RoundTimes(NamedTuple):
+    """What one round cost: milliseconds of the whole batch (see `RoundRecord`), and what the target's forward saw."""
+
+    draft_ms: float
+    search_ms: float
+    verify_ms: float
+    other_ms: float
+    num_rows: int  # nodes verified, roots included
+    num_padded_rows: int  # rows of the forward: sequences times the largest tree
+    context: int  # committed tokens of the longest sequence before the round
+    num_read: int  # rows that the drafter was told of, catching up included; 0 where it was not called
+
+
+class Controller(Protocol):
+    """Says how many nodes a round drafts and verifies; `budget.Fixed` is the simplest. `engine.Rounds` asks it.
+
+    `slots` are the sequences of a round, in an order that is the same in its three calls. Whatever it answers, the text
+    stays the same.
+    """
+
+    @property
+    def most_nodes(self) -> int:
+        """Nodes that it will ever ask for at once; caches are sized by it."""
+        ...
+
+    def join(self, slot: int, params: SamplingParams, length: int) -> None:
+        """A sequence begins, with so many committed tokens. Where `params.is_reshaped`, its rounds say nothing about
+        others."""
+        ...
+
+    def leave(self, slot: int) -> None:
+        """It has ended; its number may come again."""
+        ...
+
+    def ask(self, slots: Sequence[int], room: Sequence[int]) -> list[int]:
+        """Nodes to draft for each sequence, at most `room[i]`. The drafter reads and drafts for those above 0 alone,
+        and is not called where all are 0: what the others learn waits for it."""
+        ...
+
+    def cut(self, slots: Sequence[int], trees: Sequence[TokenTree]) -> list[TokenTree]:
+        """Which drafted nodes to verify: each tree whole, or fewer nodes of it, closed under ancestors, root kept."""
+        ...
+
+    def observe(
+        self, slots: Sequence[int], trees: Sequence[TokenTree], verdicts: Sequence[Verdict], times: RoundTimes
+    ) -> None:
+        """How the round went: the verified trees and what became of them. A sequence that failed is left out."""
         ...
 
 
@@ -149,6 +218,7 @@ class SamplingParams:
     stop:               stop strings, cut from the text. stop_token_ids: in addition to the model's end-of-text ids.
     ignore_eos:         the model's end-of-text ids do not stop (stop_token_ids still do).
     logprobs:           None, or how many likeliest alternatives to report beside each token's log-probability.
+    speculate:          "auto", "off", or the most nodes that a tree of this request may have; the text is the same.
     """
 
     temperature: float = 0.0
@@ -166,6 +236,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    speculate: str | int = "auto"
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -209,11 +280,25 @@ class SamplingParams:
         _check(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "in [0, 2^64)")
         _check(self.logprobs is None or 0 <= self.logprobs <= 100, "logprobs", self.logprobs, "in [0, 100]")
         _check(all(self.stop), "stop", self.stop, "without empty strings")
+        number = isinstance(self.speculate, int) and not isinstance(self.speculate, bool) and self.speculate >= 0
+        good = number or self.speculate in ("auto", "off")
+        _check(good, "speculate", repr(self.speculate), "'auto', 'off', or the most nodes of a tree")
 
     @property
     def uses_history(self) -> bool:
         """Whether a row's distribution depends on the tokens before it, other than through the target."""
         return bool(self.processors or self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def is_reshaped(self) -> bool:
+        """Whether penalties, bias or processors make the picks other than the model's own: such a request's rounds say
+        nothing about how well drafts fit other requests."""
+        return self.uses_history or bool(self.logit_bias)
+
+    @property
+    def most_nodes(self) -> int | None:
+        """Nodes that `speculate` allows a tree, 0 for "off"; None where it sets no limit."""
+        return {"auto": None, "off": 0}[self.speculate] if isinstance(self.speculate, str) else self.speculate
 
 
 def _check(good: bool, name: str, found: object, expected: str) -> None:
