@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import tiny
 from dartspec.errors import DartspecError
 from dartspec.target.target import FINAL, Target
-from dartspec.types import TokenTree
+from dartspec.types import Scores, TokenTree
 
 PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5]
 TAPS = (0, 1, 3, FINAL)
@@ -65,6 +65,32 @@ def test_every_node_equals_a_plain_forward(name: str) -> None:
     check_round(model, texts[1:], trees[1:], session.score([1, 2], trees[1:]))
     session.prefill(7, [5, 6, 7])
     check_round(model, [[5, 6, 7], texts[2]], trees[1:], session.score([7, 2], trees[1:]))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "llama4_text", "gpt2"])
+def test_a_tree_may_grow_level_by_level(name: str) -> None:
+    """Only the new rows run, in a ragged batch, and they score as all at once; more room may be made at any time."""
+    model = tiny.model(name)
+    session = Target(model, name=name).session(1, 6, TAPS)
+    texts = [list(range(3, 3 + n)) for n in (5, 13)]
+    for slot, text in enumerate(texts):
+        session.reserve(slot + 1, len(text) + 8)
+        session.prefill(slot, text)
+    trees = [tree(slot, 8 - slot) for slot in range(2)]
+    grown: list[list[Scores]] = [[], []]
+    done = [0, 0]
+    for sizes in ([1, 2], [5, 3], [8, 7]):
+        parts = [TokenTree(*(part[:n] for part in t)) for t, n in zip(trees, sizes, strict=True)]
+        for one, s in zip(grown, session.score([0, 1], parts, done), strict=True):
+            one.append(s)
+        done = sizes
+    joined = [Scores(*(torch.cat(part) for part in zip(*one, strict=True))) for one in grown]
+    check_round(model, texts, trees, joined)
+    session.reserve(2, 40)
+    session.keep([0, 1], [[0, 1, 4], [0, 2, 5]])
+    for text, t, path in zip(texts, trees, ([0, 1, 4], [0, 2, 5]), strict=True):
+        text += t.tokens[path].tolist()
+    check_round(model, texts, trees, session.score([0, 1], trees))
 
 
 def test_a_long_prompt_in_chunks_equals_one_forward(monkeypatch: pytest.MonkeyPatch) -> None:

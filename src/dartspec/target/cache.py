@@ -147,6 +147,12 @@ class SlotCache(Cache):  # type: ignore[misc]
                 moved = tensor[:, row].index_select(2, source)  # a copy, so overlap is safe
                 tensor[:, row, :, start + skip : start + len(path)] = moved
 
+    def copy_from(self, other: SlotCache) -> None:
+        """Takes over all rows of a cache of the same model that is no larger than this one."""
+        for ours, theirs in zip(self._groups, other._groups, strict=True):
+            for new, old in zip(ours, theirs, strict=True):
+                new[:, : old.shape[1], :, : old.shape[3]] = old
+
     def move_row(self, source: int, target: int, length: int) -> None:
         """Copies one sequence's first `length` positions to another physical row."""
         for group in self._groups:

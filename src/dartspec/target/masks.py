@@ -37,31 +37,37 @@ class MaskPlan:
         self._kinds = kinds
         self._additive = additive
 
-    def build(self, starts: Sequence[int], tree: Tensor, depth: Tensor, device: torch.device) -> Any:
-        """The mask(s) for B sequences of N rows each, keys [0, max(starts) + N).
+    def build(
+        self, starts: Sequence[int], tree: Tensor, depth: Tensor, device: torch.device, done: Sequence[int] = ()
+    ) -> Any:
+        """The mask(s) for B sequences of N - max(done) rows each, keys [0, the last row's).
 
-        starts: committed length of each sequence; its rows are written behind it.
+        starts: committed length of each sequence; its tree is written behind it.
         tree:   (B, N, N) bool, row i true at i and at its ancestors. depth: (B, N) int64, 0 for the root.
+        done:   first nodes of each tree that are in the cache already and get no row; none when empty.
 
-        Returns one (B, 1, N, K) mask or a dict of them; boolean (true = visible) or additive.
+        Returns one (B, 1, rows, K) mask or a dict of them; boolean (true = visible) or additive.
         """
         B, N = depth.shape
-        end = max(starts) + N
+        done = done or [0] * B
+        rows = N - max(done)
+        end = max(s + k for s, k in zip(starts, done, strict=True)) + rows
         start = torch.tensor(starts)[:, None]  # (B, 1)
         key = torch.arange(end)
         visible = key < start[:, :, None]  # (B, 1, K) the committed prefix
-        visible = visible.expand(B, N, end).clone()
-        for b, s in enumerate(starts):
-            visible[b, :, s : s + N] = tree[b]
+        visible = visible.expand(B, rows, end).clone()
+        for b, (s, k) in enumerate(zip(starts, done, strict=True)):
+            visible[b, :, s : s + k + rows] = tree[b, k : k + rows, : k + rows]
         masks: dict[str, Tensor] = {}
-        query = (start + depth)[:, :, None]  # (B, N, 1) absolute positions
+        query = start + torch.stack([depth[b, k : k + rows] for b, k in enumerate(done)])
+        query = query[:, :, None]  # (B, rows, 1) absolute positions
         for name, (kind, size) in self._kinds.items():
             mask = visible
             if kind != "full":
                 # a key in the tree region stands at its node's depth, not at the place where it is stored
                 where = key.expand(B, end).clone()
-                for b, s in enumerate(starts):
-                    where[b, s : s + N] = s + depth[b]
+                for b, (s, k) in enumerate(zip(starts, done, strict=True)):
+                    where[b, s : s + k + rows] = s + depth[b, : k + rows]
                 near = query - where[:, None] < size if kind == "sliding" else query // size == (where // size)[:, None]
                 mask = visible & near
             masks[name] = self._finish(mask[:, None], device)
@@ -74,14 +80,14 @@ class MaskPlan:
         return torch.zeros(mask.shape, dtype=self._additive).masked_fill_(~mask, low).to(device)
 
 
-def tree_tensors(parents: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Ancestor masks and depths of several trees, padded to the largest.
+def tree_tensors(parents: Sequence[Sequence[int]], size: int = 0) -> tuple[Tensor, Tensor]:
+    """Ancestor masks and depths of several trees, padded to the largest, or to `size` where that is more.
 
     parents: per tree, `parents[0] == -1` and parents before children. A padding row sees itself alone, at depth 0.
 
     Returns (B, N, N) bool and (B, N) int64.
     """
-    n = max(len(p) for p in parents)
+    n = max(size, *map(len, parents))
     mask = torch.eye(n, dtype=torch.bool).repeat(len(parents), 1, 1)
     depth = torch.zeros(len(parents), n, dtype=torch.int64)
     for b, tree in enumerate(parents):

@@ -189,6 +189,17 @@ class Session:
         self._slots: list[int] = []  # slot of each active row
         self._lengths: list[int] = []  # committed positions of each active row
 
+    def reserve(self, num_slots: int, capacity: int) -> None:
+        """Makes room for at least so many sequences of so many positions; what is there stays. Grows by doubling."""
+        have = self._cache.capacity
+        if num_slots <= self._num_slots and capacity <= have:
+            return
+        if num_slots > self._num_slots:
+            self._num_slots = max(num_slots, 2 * self._num_slots)
+        grown = SlotCache(self.target._shapes, self._num_slots, have if capacity <= have else max(capacity, 2 * have))
+        grown.copy_from(self._cache)
+        self._cache = grown
+
     def prefill(self, slot: int, ids: Sequence[int]) -> Scores:
         """Runs a prompt into a free slot. Logits of the last position only, (1, V); features of all, (P, n_taps, H)."""
         if slot in self._slots or len(self._slots) == self._num_slots:
@@ -206,8 +217,12 @@ class Session:
         joined = torch.cat([f[0] for f in features if f is not None]) if self.taps else None
         return Scores(logits[0], joined)
 
-    def score(self, slots: Sequence[int], trees: Sequence[TokenTree]) -> list[Scores]:
-        """One forward over one tree a sequence; `trees[i]` hangs at the end of `slots[i]`. Nothing is committed yet."""
+    def score(self, slots: Sequence[int], trees: Sequence[TokenTree], done: Sequence[int] = ()) -> list[Scores]:
+        """One forward over one tree a sequence; `trees[i]` hangs at the end of `slots[i]`. Nothing is committed yet.
+
+        done: of each tree, the first nodes that earlier calls since the last `keep` have scored: only the rows behind
+        them run and are returned, so that a tree can grow level by level.
+        """
         order = sorted(range(len(slots)), key=lambda i: self._slots.index(slots[i]))
         rows = [self._slots.index(slots[i]) for i in order]
         result: dict[int, Scores] = {}
@@ -215,9 +230,10 @@ class Session:
             batch = [order[j] for j in range(len(rows)) if first <= rows[j] < last]
             tokens = [trees[i].tokens.tolist() for i in batch]
             parents = [trees[i].parents.tolist() for i in batch]
-            logits, taps = self._forward(first, tokens, parents)
+            known = [done[i] for i in batch] if done else []
+            logits, taps = self._forward(first, tokens, parents, done=known)
             for b, i in enumerate(batch):
-                n = len(tokens[b])
+                n = len(tokens[b]) - (known[b] if known else 0)
                 result[i] = Scores(logits[b, :n], taps[b, :n] if taps is not None else None)
         return [result[i] for i in range(len(slots))]
 
@@ -238,20 +254,27 @@ class Session:
         self._lengths.pop()
 
     def _forward(
-        self, first: int, tokens: list[list[int]], parents: list[list[int]], keep: int = 0
+        self, first: int, tokens: list[list[int]], parents: list[list[int]], keep: int = 0, done: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
-        """One forward over cache rows from `first` on: (B, keep or N, V) logits and (B, N, n_taps, H) features."""
+        """One forward over cache rows from `first` on: (B, keep or N, V) logits and (B, N, n_taps, H) features.
+
+        done: first tokens of each sequence that get no row (see `score`).
+        """
         target, starts = self.target, self._lengths[first : first + len(tokens)]
-        n = max(map(len, tokens))
-        if max(starts) + n > self._cache.capacity:
+        done = done or [0] * len(tokens)
+        n = max(len(t) - k for t, k in zip(tokens, done, strict=True))
+        writes = [s + k for s, k in zip(starts, done, strict=True)]
+        if max(writes) + n > self._cache.capacity:
             raise DartspecError(
-                f"a sequence needs {max(starts) + n} positions, the session was opened with {self._cache.capacity}"
+                f"a sequence needs {max(writes) + n} positions, the session was opened with {self._cache.capacity}"
             )
-        mask, depth = tree_tensors(parents)
-        ids = torch.tensor([t + [0] * (n - len(t)) for t in tokens], device=target.device)
-        positions = (torch.tensor(starts)[:, None] + depth).to(target.device)
-        self._cache.window.set(first, starts, n)
-        built = target._masks.build(starts, mask, depth, target.device)
+        mask, depth = tree_tensors(parents, max(done) + n)
+        ids = torch.tensor([t[k:] + [0] * (n - len(t) + k) for t, k in zip(tokens, done, strict=True)])
+        ids = ids.to(target.device)
+        rows = torch.stack([depth[b, k : k + n] for b, k in enumerate(done)])
+        positions = (torch.tensor(starts)[:, None] + rows).to(target.device)
+        self._cache.window.set(first, writes, n)
+        built = target._masks.build(starts, mask, depth, target.device, done)
         with target.turn:  # hooks would record another thread's forward
             if not self.taps:
                 return target.forward(ids, positions, built, self._cache, keep), None
