@@ -21,6 +21,27 @@ struct SearchConfig {
   bool softmax_over_kept = true;  // probabilities renormalised over the kept columns
 };
 
+// A sequence's own n-grams (the running text, or what a process has emitted): implemented by the live counts, asked by
+// the search. For a context of 1 to kMaxOrder - 1 tokens (the last is the newest): the tokens that followed it in no
+// particular order, distinct, each with its count, and their sum. Both empty and 0 for an unknown context. What is
+// returned stays valid until the table next changes; asking is const, allocates nothing and takes no lock.
+// The search mixes it with the index: g = (1 - weight) * g_index + weight * g_text, where g_text backs off as the index
+// does, longest context first, each token on its own.
+struct Follower {
+  std::int32_t token;
+  std::uint32_t count;
+};
+class TextCounts {
+ public:
+  struct Followers {
+    std::span<const Follower> list;
+    std::uint64_t total = 0;
+  };
+  virtual ~TextCounts() = default;
+  virtual int order() const = 0;  // contexts of up to order() - 1 tokens are known
+  virtual Followers after(std::span<const std::int32_t> context) const = 0;
+};
+
 // Holds the search's scratch: allocates while a call is larger than all before it, never after. One thread at a time.
 class TreeSearch {
  public:
