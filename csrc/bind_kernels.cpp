@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kernels.hpp"
+#include "kernels_draft.hpp"
 #include "noise.hpp"
 
 namespace nb = nanobind;
@@ -238,6 +239,46 @@ void bind_layer(nb::module_& m) {
           "`attention`.");
 }
 
+void bind_draft(nb::module_& m) {
+  using dartspec::Int8Linear;
+  m.def("draft_kernels_supported", &dartspec::draft_kernels_supported,
+        "Whether this processor has AVX512_BF16 and AVX512_VNNI, which `Int8Linear` and `top_log_probs` need.");
+  nb::class_<Int8Linear>(m, "Int8Linear",
+                         "One linear layer with weights of 8 bits, a scale each output and row: for drafters, whose\n"
+                         "rounding changes no text. Addresses are `tensor.data_ptr()` of CPU memory.")
+      .def(
+          "__init__",
+          [](Int8Linear* self, Address weight, std::int64_t out, std::int64_t in) {
+            if (!dartspec::draft_kernels_supported()) throw std::runtime_error("weights of 8 bits need AVX512_VNNI");
+            nb::gil_scoped_release release;
+            new (self) Int8Linear(reinterpret_cast<const dartspec::bf16*>(weight), out, in);
+          },
+          "weight"_a, "out_features"_a, "in_features"_a, "weight: (out, in) bf16, contiguous; copied.")
+      .def_prop_ro("num_bytes", &Int8Linear::num_bytes)
+      .def(
+          "apply",
+          [](const Int8Linear& self, Address x, std::int64_t rows, std::int64_t x_stride, Address y, int num_threads) {
+            nb::gil_scoped_release release;
+            self.apply(reinterpret_cast<const dartspec::bf16*>(x), rows, x_stride, reinterpret_cast<float*>(y),
+                       num_threads);
+          },
+          "x"_a, "rows"_a, "x_stride"_a, "y"_a, "num_threads"_a,
+          "y = x W^T: x (rows, in) bf16, y (rows, out) float32. A row that is not finite gives NaN.");
+  m.def(
+      "top_log_probs",
+      [](Address logits, std::int64_t rows, std::int64_t size, std::int64_t k, Address log_probs, Address index) {
+        if (!dartspec::draft_kernels_supported()) throw std::runtime_error("this needs AVX512_BF16");
+        if (k < 1 || k > size) throw std::invalid_argument("k must be from 1 to the row's size");
+        nb::gil_scoped_release release;
+        dartspec::top_log_probs(reinterpret_cast<const float*>(logits), rows, size, k,
+                                reinterpret_cast<float*>(log_probs), reinterpret_cast<std::int32_t*>(index));
+      },
+      "logits"_a, "rows"_a, "size"_a, "k"_a, "log_probs"_a, "index"_a,
+      "The k likeliest entries of each row of logits (rows, size) float32, best first, ties to the lowest index, to\n"
+      "log_probs (rows, k) float32 (log-softmax over the row) and index (rows, k) int32. A row with a NaN, or whose\n"
+      "largest entry is not finite, gives -inf.");
+}
+
 }  // namespace
 
 void bind_kernels(nb::module_& m) {
@@ -245,4 +286,5 @@ void bind_kernels(nb::module_& m) {
   bind_linear(m);
   bind_attention(m);
   bind_layer(m);
+  bind_draft(m);
 }

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dartspec.drafters._nn import Attention, Gated, GatedMLP, Norm, Product, RMSNorm, rope_table, rotate, use_core
+from dartspec.drafters._nn import Attention, Gated, GatedMLP, Head, Norm, Product, RMSNorm, rope_table, rotate, use_core
 from dartspec.errors import DartspecError
 from dartspec.target.attention import attend
 from dartspec.types import Committed, TargetView, TokenTree
@@ -449,7 +449,9 @@ class DartDrafter:
             self._kv = Product([attn.k_proj.weight, attn.v_proj.weight], packed, threads)
             self._o = Product([attn.o_proj.weight], packed, threads)
             self._mlp = Gated(layer.mlp, packed, threads)
-            self._head = Product([net.lm_head.weight], packed, threads)
+            ids = net.target_ids().to(torch.int32)
+            self._ids = ids.cpu()
+            self._head = Head(net.lm_head.weight, ids >= view.num_tokens, packed, threads)
             self._embedding_norm, self._feature_norm = (
                 Norm(layer.input_layernorm, packed),
                 Norm(layer.hidden_norm, packed),
@@ -460,10 +462,6 @@ class DartDrafter:
             m = c.num_masks
             self._mask_residual = residual.expand(m, -1).contiguous()
             self._mask_qkv = self._qkv(x).expand(m, -1).contiguous()
-        ids = net.target_ids().to(torch.int32)
-        self._ids = ids
-        forbidden = ids >= view.num_tokens
-        self._forbidden = forbidden if bool(forbidden.any()) else None
         self._cos, self._sin = rope_table(torch.arange(0, device=device), c.head_dim, c.rope_theta)
 
     # -- the interface ---------------------------------------------------------------------------------------------
@@ -508,21 +506,9 @@ class DartDrafter:
         on the CPU, best first. The new rows enter the prefix; the masks leave nothing behind. Where a logit is not
         finite the whole row is -inf: it makes no node.
         """
-        logits = self._head(self._forward(new), float32=True)
-        return self._likeliest(logits, len(new))
-
-    def _likeliest(self, logits: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-        """(B * d, V) float32 logits, overwritten -> log-probabilities and ids, (B, d, k)."""
-        if self._forbidden is not None:
-            logits[:, self._forbidden] = float("-inf")
-        k = min(self.search.top_k, logits.shape[-1])
-        best, where = logits.topk(k, dim=-1)
-        top = best[:, :1]
-        log_probs = (best - top) - logits.sub_(top).exp_().sum(-1, keepdim=True).log_()
-        # NaN sorts first, and infinity less infinity is NaN: the best entry tells
-        log_probs = log_probs.where(log_probs[:, :1] > -1e30, float("-inf"))
-        shape = (batch, self.config.d, k)
-        return log_probs.view(shape).cpu(), self._ids[where].view(shape).cpu()
+        log_probs, index = self._head.likeliest(self._forward(new), self.search.top_k)
+        shape = (len(new), self.config.d, -1)
+        return log_probs.view(shape), self._ids[index].view(shape)
 
     def _forward(self, new: Sequence[Committed]) -> Tensor:
         """(B * d, H) rows, final norm applied: each sequence's last clean row, then its masks."""
