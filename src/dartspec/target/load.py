@@ -146,7 +146,7 @@ def as_target(loaded: LoadedModel) -> Target:
 
     What changes the model's modules (`fast.accelerate`) comes before: a target keeps references to its layers."""
     text = Text(loaded.tokenizer)
-    return Target(
+    target = Target(
         loaded.model,
         text.num_tokens,
         text.eos_token_ids(getattr(loaded.model, "generation_config", None)),
@@ -154,6 +154,8 @@ def as_target(loaded: LoadedModel) -> Target:
         text.fingerprint,
         loaded.weights_fingerprint,
     )
+    target.text = text
+    return target
 
 
 def from_memory(model: Any, tokenizer: Any, *, name: str | None = None) -> LoadedModel:

@@ -52,6 +52,7 @@ class Target:
         self.eos_token_ids = eos_token_ids
         self.tokenizer_fingerprint = tokenizer_fingerprint
         self.weights_fingerprint = weights_fingerprint
+        self.text: Any = None  # `text.Text` of its tokenizer where there is one; for drafters that read text
         config: Any = model.config
         self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
         self._embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
@@ -243,6 +244,13 @@ class Session:
             row = self._slots.index(slot)
             self._cache.keep(row, self._lengths[row], path)
             self._lengths[row] += len(path)
+
+    def cut(self, slot: int, length: int) -> None:
+        """Forgets all but a sequence's first `length` committed positions."""
+        row = self._slots.index(slot)
+        if not 0 <= length <= self._lengths[row]:
+            raise DartspecError(f"slot {slot} holds {self._lengths[row]} positions and cannot be cut to {length}")
+        self._lengths[row] = length
 
     def free(self, slot: int) -> None:
         """Ends a sequence. The last active row moves into its place."""
