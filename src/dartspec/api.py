@@ -151,10 +151,11 @@ class LM:
 
     # -- other drafters on the same target ---------------------------------------------------------------------------
 
-    def with_drafter(self, drafter: str | Path | Drafter, *, nodes: int | None = None, index: Any = "auto") -> LM:
-        """The same loaded target with another drafter; nothing is loaded twice."""
+    def with_drafter(self, drafter: str | Path | Drafter, *, nodes: int | str | None = None, index: Any = "auto") -> LM:
+        """The same loaded target with another drafter; nothing is loaded twice. nodes: None keeps this one's."""
         made, name, note = _resolve(drafter, self.target, index)
-        return LM(self.target, self.text, made, name, note, self.nodes if nodes is None else nodes, self.fast_note)
+        count = self.nodes if nodes is None else _nodes(nodes, self.target, made)
+        return LM(self.target, self.text, made, name, note, count, self.fast_note)
 
     # -- transformers' generate ----------------------------------------------------------------------------------------
 

@@ -40,8 +40,23 @@ def save_result(path: Path, result: dict[str, Any]) -> None:
     """Writes a result as JSON, aside and renamed, so that an interrupted run leaves the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".part")
-    aside.write_text(json.dumps(result, indent=1) + "\n")
+    aside.write_text(layout(result) + "\n", encoding="utf-8")
     os.replace(aside, path)
+
+
+def layout(result: dict[str, Any]) -> str:
+    """JSON that diffs well and stays small: a line for each key, and for each entry of a list of objects."""
+    lines = []
+    for key, value in result.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            entries = ",\n".join(f"  {json.dumps(v, ensure_ascii=False)}" for v in value)
+            lines.append(f" {json.dumps(key)}: [\n{entries}\n ]")
+        elif isinstance(value, dict) and len(value) > 1:
+            entries = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in value.items())
+            lines.append(f" {json.dumps(key)}: {{\n{entries}\n }}")
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
+    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 def commit() -> str | None:

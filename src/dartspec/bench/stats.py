@@ -1,0 +1,77 @@
+"""The statistics of every table: sums first, then one division; intervals by the bootstrap over prompts.
+
+A *unit* is what is drawn with replacement: one prompt with all its repeats and seeds, or one pair of runs. Units are
+independent of each other; the rounds of one prompt are not, so rounds are never drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+RESAMPLES = 4000
+LEVEL = 0.95
+
+
+class Estimate(NamedTuple):
+    """A figure and its interval: percentiles of the bootstrap. With one unit the interval is the figure itself."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+    def rounded(self, digits: int = 4) -> list[float]:
+        """For JSON."""
+        return [round(x, digits) for x in self]
+
+
+def bootstrap(
+    units: ArrayLike,
+    statistic: Callable[[Floats], Floats],
+    *,
+    level: float = LEVEL,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Estimate:
+    """A figure that follows from the sums over units.
+
+    units: (n, k), k sums for each unit. statistic: (..., k) sums -> (...) figures. The same seed, the same interval.
+    """
+    u = np.asarray(units, dtype=np.float64)
+    n = len(u)
+    counts = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=resamples)  # how often each is drawn
+    drawn = statistic(counts.astype(np.float64) @ u)
+    low, high = np.quantile(drawn[np.isfinite(drawn)], [(1 - level) / 2, (1 + level) / 2])
+    return Estimate(float(statistic(u.sum(0))), float(low), float(high))
+
+
+def ratio_of_sums(a: ArrayLike, b: ArrayLike, *, level: float = LEVEL, seed: int = 0) -> Estimate:
+    """sum(a) / sum(b), the units paired."""
+    return bootstrap(np.column_stack([a, b]), lambda s: s[..., 0] / s[..., 1], level=level, seed=seed)
+
+
+def rate_ratio(a: ArrayLike, b: ArrayLike, *, level: float = LEVEL, seed: int = 0) -> Estimate:
+    """How much faster a is than b: (tokens of a / ms of a) / (tokens of b / ms of b), the units paired.
+
+    a, b: (n, 2), tokens and milliseconds of each unit. This is S = M * T_AR / T_round, for M = tokens / rounds.
+    """
+
+    def statistic(s: Floats) -> Floats:
+        return (s[..., 0] / s[..., 1]) / (s[..., 2] / s[..., 3])
+
+    return bootstrap(np.column_stack([a, b]), statistic, level=level, seed=seed)
+
+
+def median(values: Sequence[float], *, level: float = LEVEL, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
+    """The median of pair-by-pair ratios. Beside the ratio of sums, never in its place."""
+    v = np.asarray(values, dtype=np.float64)
+    drawn = np.median(v[np.random.default_rng(seed).integers(len(v), size=(resamples, len(v)))], axis=1)
+    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    return Estimate(float(np.median(v)), float(low), float(high))

@@ -1,0 +1,106 @@
+"""Prompt sets: those in the package by name, and users' own JSONL files by path. Knows text; knows no model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dartspec.errors import DartspecError
+
+FOLDER = Path(__file__).parent / "prompts"
+GROUPS = {  # what the names of several sets may be called together; see prompts/SOURCES.md for where each is from
+    "code": ("humaneval", "mbpp"),
+    "math": ("gsm8k", "math500", "math_reasoning"),
+    "prose": ("mt_bench", "qa"),
+}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """turns: what the user says, one answer after each. ids: the prompt as token ids instead, for one turn."""
+
+    id: str
+    suite: str
+    turns: tuple[str, ...] = ()
+    ids: tuple[int, ...] = ()
+
+
+def shipped() -> list[str]:
+    """Names of the sets in the package."""
+    return sorted(p.stem for p in FOLDER.glob("*.jsonl"))
+
+
+def load_suites(names: list[str], per_set: int | None = None) -> dict[str, list[Prompt]]:
+    """Prompts by set, in the files' order, at most `per_set` of each.
+
+    names: sets of the package, groups of them (`code`, `math`, `prose`), `all`, JSONL files, or folders of such files.
+    """
+    paths: dict[str, Path] = {}
+    for name in names:
+        for path in _files(name):
+            if paths.setdefault(path.stem, path) != path:
+                raise DartspecError(
+                    f"two prompt sets are called {path.stem}: {paths[path.stem]} and {path}; rename one"
+                )
+    return {name: read(path, per_set) for name, path in paths.items()}
+
+
+def _files(name: str) -> list[Path]:
+    if name == "all":
+        return [FOLDER / f"{n}.jsonl" for n in shipped()]
+    if name in GROUPS:
+        return [FOLDER / f"{n}.jsonl" for n in GROUPS[name]]
+    if name in shipped():
+        return [FOLDER / f"{name}.jsonl"]
+    path = Path(name)
+    if path.is_dir() and (found := sorted(path.glob("*.jsonl"))):
+        return found
+    if path.is_file():
+        return [path]
+    raise DartspecError(
+        f"no prompt set {name!r}: give a JSONL file, or all, {', '.join(GROUPS)}, {', '.join(shipped())}"
+    )
+
+
+def read(path: Path, most: int | None = None) -> list[Prompt]:
+    """The prompts of one file: a JSON object a line with `turns`, `prompt`, OpenAI `messages` (its user turns) or
+    `ids`; `id` is optional."""
+    prompts: list[Prompt] = []
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if most is not None and len(prompts) == most:
+                break
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DartspecError(f"{path}, line {number} is not JSON: {error}") from error
+            turns, ids = _turns(row)
+            if not turns and not ids:
+                raise DartspecError(
+                    f"{path}, line {number} has no prompt: expected an object with turns (a list of texts), prompt "
+                    "(a text), messages or ids (token ids)"
+                )
+            prompts.append(Prompt(str(row.get("id", f"{path.stem}/{number}")), path.stem, turns, ids))
+    if not prompts:
+        raise DartspecError(f"{path} holds no prompt: expected one JSON object a line")
+    if len({p.id for p in prompts}) < len(prompts):
+        raise DartspecError(f"{path} has two prompts with one id: every id must be its own")
+    return prompts
+
+
+def _turns(row: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    if not isinstance(row, dict):
+        return (), ()
+    if isinstance(ids := row.get("ids"), list) and all(isinstance(i, int) for i in ids):
+        return (), tuple(ids)
+    turns = row.get("turns", row.get("prompt"))
+    if turns is None and isinstance(messages := row.get("messages"), list):
+        turns = [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "user"]
+    turns = [turns] if isinstance(turns, str) else turns
+    if isinstance(turns, list) and all(isinstance(t, str) and t.strip() for t in turns):
+        return tuple(turns), ()
+    return (), ()

@@ -1,0 +1,368 @@
+"""`dartspec bench`: speed-up, acceptance and equality on prompt sets. Thin: `dartspec.bench` does the work."""
+
+from __future__ import annotations
+
+import json as json_module
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from dartspec.cli import options as o
+from dartspec.cli.terminal import Terminal
+from dartspec.errors import DartspecError
+
+if TYPE_CHECKING:
+    from dartspec.api import LM
+    from dartspec.bench.run import Cell, RunConfig
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help=(
+        "Measurements: how much faster, on which text, and whether the text stays the same.\n\n"
+        "Method and plain decoding run in the same engine on the same prompts in turn; ratios are ratios of sums, with "
+        "95 % intervals. docs/bench.md says what every figure means.\n\n"
+        "\b\nExamples:\n"
+        "  dartspec bench run                               is it worth it on this machine?\n"
+        "  dartspec bench run --suite my-prompts.jsonl --out mine.json\n"
+        "  dartspec bench load --batch 1,4,16               ... and under load?"
+    ),
+)
+
+SuiteOption = Annotated[
+    list[str] | None,
+    typer.Option("--suite", "-s", help="Prompt set by name, all, code, math, prose, or a JSONL file; may be repeated."),
+]
+MethodOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--method",
+        help="NAME[@NODES][,index=FILE|none]: a method or a drafter's folder; none is plain. May be repeated.",
+    ),
+]
+TemperaturesOption = Annotated[str, typer.Option("--temperature", "-t", help="Temperatures, separated by commas.")]
+SeedsOption = Annotated[str, typer.Option("--seed", help="Seeds, separated by commas; greedy text uses the first.")]
+ThreadsOption = Annotated[
+    str | None, typer.Option("--threads", help="CPU threads, separated by commas; default: torch's own choice.")
+]
+MaxTokensOption = Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens a prompt, at most.")]
+IgnoreEosOption = Annotated[bool, typer.Option("--ignore-eos", help="Always write so many tokens.")]
+OutOption = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", help="JSON file of the result; an interrupted run with the same --out goes on."),
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be measured and for how long.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Tables to stderr; the last line of stdout is JSON always.")]
+
+
+@app.command()
+def run(
+    suite: SuiteOption = None,
+    method: MethodOption = None,
+    nodes: Annotated[str, typer.Option(help="Tree sizes of methods without @NODES, separated by commas.")] = "auto",
+    per_set: Annotated[int, typer.Option(help="Prompts of each set, the first ones; 0 takes all.")] = 10,
+    temperature: TemperaturesOption = "0",
+    seed: SeedsOption = "0",
+    batch: Annotated[str, typer.Option(help="Sequences decoded together, separated by commas.")] = "1",
+    repeats: Annotated[int, typer.Option(help="Times that everything is measured.")] = 1,
+    max_tokens: MaxTokensOption = 128,
+    ignore_eos: IgnoreEosOption = False,
+    turns: Annotated[int, typer.Option(help="Turns of each conversation that are answered.")] = 1,
+    trace: Annotated[int, typer.Option(help="Prompts a set whose rounds are kept for the report.")] = 0,
+    plain: Annotated[bool, typer.Option("--plain/--no-plain", help="Plain decoding too, or A and M only.")] = True,
+    model: o.ModelOption = None,
+    dtype: o.DtypeOption = None,
+    device: o.DeviceOption = None,
+    threads: ThreadsOption = None,
+    fast: o.FastOption = True,
+    out: OutOption = None,
+    dry_run: DryRunOption = False,
+    json: JsonOption = False,
+    no_color: o.NoColorOption = False,
+    debug: o.DebugOption = False,
+) -> None:
+    """Methods beside plain decoding, set by set.
+
+    Every prompt is answered by plain decoding and by each method in turn (A B A B), after a warm-up. Figures count the
+    text before it loops; the uncut ones stand beside them in the JSON file.
+
+    \b
+    Examples:
+      dartspec bench run
+      dartspec bench run --suite code --method dart@8 --method prompt_lookup@8 --temperature 0,1 --repeats 3
+      dartspec bench run --method dart --nodes 2,4,8,16,59 --no-plain --out sizes.json
+      dartspec bench run --suite my-prompts.jsonl --model ./my-model --out mine.json --dry-run
+    """
+    from dartspec.bench.measure import PLAIN, Method
+    from dartspec.bench.run import RunConfig
+
+    methods = [m for text in method or ["auto"] for m in Method.parse(text, _sizes(nodes))]
+    plain_first = Method(PLAIN, 0)
+    if plain or plain_first in methods:
+        methods = [plain_first, *(m for m in methods if m != plain_first)]
+    config = RunConfig(
+        suites=tuple(suite or ["all"]),
+        per_set=per_set or None,
+        methods=tuple(methods),
+        temperatures=_list(temperature, float, "temperature"),
+        seeds=_list(seed, int, "seed"),
+        batches=_list(batch, int, "batch"),
+        threads=_list(threads, int, "threads") if threads else (None,),
+        repeats=repeats,
+        max_tokens=max_tokens,
+        ignore_eos=ignore_eos,
+        turns=turns,
+        trace=trace,
+    )
+    term = Terminal(json=json, no_color=no_color)
+    _run("run", config, o.Loading(model, "none", "auto", "0", dtype, device, None, fast), out, dry_run, term)
+
+
+@app.command()
+def load(
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,2,4,8,16,32,64",
+    fixed: Annotated[str, typer.Option(help="Fixed tree sizes to try, separated by commas.")] = "2,4,8,16",
+    drafter: o.DrafterOption = "auto",
+    suite: SuiteOption = None,
+    temperature: TemperaturesOption = "0,1",
+    pairs: Annotated[int, typer.Option(help="Groups of prompts at each batch size; each is one pair.")] = 4,
+    max_tokens: MaxTokensOption = 64,
+    ignore_eos: IgnoreEosOption = False,
+    auto: Annotated[bool, typer.Option("--auto/--no-auto", help="Measure the automatic tree size too.")] = True,
+    busy: Annotated[int, typer.Option(help="Neighbours: this many processes spin beside the measurement.")] = 0,
+    model: o.ModelOption = None,
+    dtype: o.DtypeOption = None,
+    device: o.DeviceOption = None,
+    threads: o.ThreadsOption = None,
+    fast: o.FastOption = True,
+    out: OutOption = None,
+    dry_run: DryRunOption = False,
+    json: JsonOption = False,
+    no_color: o.NoColorOption = False,
+    debug: o.DebugOption = False,
+) -> None:
+    """Tokens a second by batch size: plain decoding, fixed tree sizes, the best of them, and the automatic size.
+
+    The prompts of a batch are decoded by each method in turn, together from the first round on. Without --suite: prose
+    (mt_bench, qa) and code (humaneval, mbpp). Intervals are over the pairs: below 6 pairs they are rough.
+
+    \b
+    Examples:
+      dartspec bench load --batch 1,4,16 --temperature 0
+      dartspec bench load --pairs 8 --out load.json
+      dartspec bench load --batch 1,8 --busy 1
+    """
+    from dartspec.bench.measure import PLAIN, Method
+    from dartspec.bench.run import RunConfig
+
+    sizes: list[int | str] = [n for n in _sizes(fixed) if n not in ("auto", 0)]
+    config = RunConfig(
+        suites=tuple(suite or ["prose", "code"]),
+        per_set=None,
+        methods=(Method(PLAIN, 0), *(Method(drafter, n) for n in sizes + ["auto"] * auto)),
+        temperatures=_list(temperature, float, "temperature"),
+        batches=_list(batch, int, "batch"),
+        threads=(threads,),
+        max_tokens=max_tokens,
+        ignore_eos=ignore_eos,
+        pairs=pairs,
+        busy=busy,
+    )
+    term = Terminal(json=json, no_color=no_color)
+    with neighbours(busy):
+        _run("load", config, o.Loading(model, "none", "auto", "0", dtype, device, None, fast), out, dry_run, term)
+
+
+def _run(kind: str, config: RunConfig, loading: o.Loading, out: Path | None, dry_run: bool, term: Terminal) -> None:
+    """Both verbs: the cells, the journal, the result, the table."""
+    from dataclasses import replace
+
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from dartspec.bench.provenance import commit, provenance, save_result
+    from dartspec.bench.run import Journal, estimate_hours, execute, plan
+    from dartspec.bench.suites import load_suites
+    from dartspec.bench.summary import against_best_fixed, over_cells, rows
+
+    suites = load_suites(list(config.suites), config.per_set)
+    if kind == "load":  # the sets of a group are one suite: a batch holds prompts of all of them
+        suites = _merged(list(config.suites))
+    cells = plan(config, suites)
+    first = replace(loading, threads=config.threads[0]).load(term)
+    if any(m.drafter == "auto" for m in config.methods):  # results name what was measured
+        found = first.with_drafter("auto").drafter_name
+        config = replace(
+            config, methods=tuple(replace(m, drafter=found) if m.drafter == "auto" else m for m in config.methods)
+        )
+    ready: dict[int | None, LM] = {config.threads[0]: first}
+
+    def at(threads: int | None) -> LM:
+        if threads not in ready:
+            ready.clear()  # one model in memory at a time
+            ready[threads] = replace(loading, threads=threads).load(term)
+        return ready[threads]
+
+    settings = json_module.loads(json_module.dumps(asdict(config))) | {"methods": [m.label for m in config.methods]}
+    if dry_run:
+        hours = estimate_hours(config, suites, first)
+        prompts = sum(len(c.prompts) for c in cells) * len(config.methods)
+        term.say(
+            f"{len(cells)} cells, {prompts} answers by {', '.join(settings['methods'])}: at most {hours:.2f} hours"
+        )
+        _last_line({"dry_run": True, "cells": len(cells), "answers": prompts, "hours": round(hours, 4)})
+        return
+    facts = {
+        "model": first.target.name,
+        "weights_fingerprint": first.target.weights_fingerprint,
+        "device": str(first.target.device),
+        "dtype": str(first.target.dtype).removeprefix("torch."),
+        "kernels": first.fast_note,
+        "template_hash": first.text.template_hash,
+    }
+    journal = None
+    if out is not None:
+        header = {"kind": kind, **settings, **facts, "commit": commit()}
+        journal = Journal.open(out.with_suffix(".journal.jsonl"), header)
+        if journal.done:
+            term.note(f"{len(journal.done)} of {len(cells)} cells are in {journal.path}: going on behind them")
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=term.err, transient=True) as progress:
+        task = progress.add_task("measuring", total=len(cells))
+
+        def advance(cell: Cell) -> None:
+            progress.update(task, advance=1, description=f"{cell.suite} T={cell.temperature:g} batch {cell.batch}")
+
+        records = execute(config, suites, at, journal=journal, advance=advance)
+    result: dict[str, Any] = {"kind": kind, "config": settings, "rows": rows(records)}
+    if kind == "load":
+        entries = against_best_fixed(records)
+        result["auto"] = entries
+        result["over_cells"] = {n: over_cells(entries, n) for n in ("against_plain", "against_best_fixed")}
+    result |= {"records": records, "provenance": provenance(**facts)}
+    (_load_table if kind == "load" else _run_table)(result, term)
+    if out is not None and journal is not None:
+        save_result(out, result)
+        journal.path.unlink()
+        term.note(f"written: {out}")
+    _last_line(
+        {k: result[k] for k in ("kind", "over_cells", "auto", "rows") if k in result} | {"out": out and str(out)}
+    )
+
+
+def _merged(names: list[str]) -> dict[str, Any]:
+    """Each name's sets joined into one, the sets' prompts in turn."""
+    from itertools import chain, zip_longest
+
+    from dartspec.bench.suites import load_suites
+
+    joined: dict[str, Any] = {}
+    for name in names:
+        sets = load_suites([name]).values()
+        joined[Path(name).stem] = [p for p in chain(*zip_longest(*sets)) if p is not None]
+    return joined
+
+
+@contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """`count` processes that spin as long as the block runs."""
+    spin = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in spin:
+            process.kill()
+        for process in spin:
+            process.wait()
+
+
+def _run_table(result: dict[str, Any], term: Terminal) -> None:
+    several = {k: len({r[k] for r in result["rows"]}) > 1 for k in ("threads", "temperature", "batch")}
+    shown = [k for k, more in several.items() if more]
+    table = Table("set", *(k.replace("temperature", "T") for k in shown), "method", box=box.SIMPLE_HEAD)
+    for name in ("M", "tok/s", "speed-up [95 %]", "plain ms", "round ms", "bound", "uncut", "equal"):
+        table.add_column(name, justify="right")
+    last = None
+    for r in result["rows"]:
+        cells = [f"{r['M']:.2f}", f"{r['tokens_per_s']:.0f}"]
+        if "speed_up" in r:
+            cells += [
+                _interval(r["speed_up"]),
+                f"{r['plain_ms']:.1f}",
+                f"{sum(r['ms_per_round'].values()):.1f}",
+                f"{r['bound']:.2f}x",
+                f"{r['uncut']['speed_up'][0]:.2f}x",
+                f"{r['num_equal']}/{r['num_runs']}",
+            ]
+        if last not in (None, r["suite"]):
+            table.add_section()
+        last = r["suite"]
+        table.add_row(r["suite"], *(str(r[k]) for k in shown), r["method"], *cells)
+    _print(table, term)
+
+
+def _print(table: Table, term: Terminal) -> None:
+    """As wide as it is: a pipe has no width to keep to."""
+    term.out.print(table, width=None if term.out.is_terminal else 200, crop=False, soft_wrap=False)
+
+
+def _load_table(result: dict[str, Any], term: Terminal) -> None:
+    rows = {(r["suite"], r["temperature"], r["batch"], r["method"]): r for r in result["rows"]}
+    methods = result["config"]["methods"]
+    table = Table("set", "T", "batch", *("plain tok/s" if m == "plain" else m for m in methods), box=box.SIMPLE_HEAD)
+    for name in ("best fixed", "auto against it", "auto against plain"):
+        table.add_column(name, justify="right")
+    auto = {(e["suite"], e["temperature"], e["batch"]): e for e in result["auto"]}
+    for suite, temperature, batch in dict.fromkeys(k[:3] for k in rows):
+        if suite == "all" and "all" not in result["config"]["suites"]:
+            continue
+        own = [rows[suite, temperature, batch, m] for m in methods]
+        cells = [f"{r['tokens_per_s']:.0f}" if "speed_up" not in r else f"{r['speed_up'][0]:.2f}x" for r in own]
+        e = auto.get((suite, temperature, batch), {})
+        best = e.get("best_fixed", "")
+        last = [_interval(e[n]) if n in e else "" for n in ("against_best_fixed", "against_plain")]
+        table.add_row(suite, f"{temperature:g}", str(batch), *cells, best, *last)
+    _print(table, term)
+    for name, c in result["over_cells"].items():
+        if c:
+            term.say(
+                f"auto {name.replace('_', ' ')}: mean {c['mean']:.3f}, worst cell {c['worst']:.3f}, lowest lower bound "
+                f"{c['worst_low']:.3f}, {c['cells']} cells"
+            )
+
+
+def _interval(e: list[float]) -> str:
+    return f"{e[0]:.2f}x [{e[1]:.2f}, {e[2]:.2f}]"
+
+
+def _last_line(result: dict[str, Any]) -> None:
+    """One JSON object, the last line of stdout."""
+    sys.stdout.write(json_module.dumps(result, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def _list(text: str, kind: Callable[[str], Any], name: str) -> tuple[Any, ...]:
+    try:
+        return tuple(dict.fromkeys(kind(part) for part in text.split(",")))
+    except ValueError:
+        raise DartspecError(f"{name} is {text!r}; it must be numbers separated by commas") from None
+
+
+def _sizes(text: str) -> list[int | str]:
+    from dartspec.bench.measure import parse_size
+
+    return [parse_size(part.strip()) for part in text.split(",")]
