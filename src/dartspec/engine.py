@@ -6,21 +6,36 @@ same cache, sampler and stopping rule; plain decoding is the drafter `none`.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from dartspec.accounting import Metrics
+from dartspec.budget import Fixed
 from dartspec.errors import DartspecError
 from dartspec.sampling import Sampler
 from dartspec.target.target import Session, Target
 from dartspec.text import StopStrings, Text
-from dartspec.tree import check, depths
-from dartspec.types import Committed, Drafter, RoundRecord, SamplingParams, Scores, TokenTree, Verdict
+from dartspec.tree import check, depths, root_only
+from dartspec.types import (
+    Committed,
+    Controller,
+    Drafter,
+    RoundRecord,
+    RoundTimes,
+    SamplingParams,
+    Scores,
+    TokenTree,
+    Verdict,
+)
 from dartspec.verify import verify
+
+MOST_UNREAD = 256  # rows whose features wait for a drafter that is not called; then it reads them without drafting
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,7 +55,8 @@ class Chunk:
     that a stop cut off as well).
     text: the characters that became certain; a half character or a possible stop string is held back.
     log_probs: per token (log-probability, likeliest alternatives), when asked for.
-    finish: None, or why the sequence ended with this chunk: "stop" or "length". `metrics` is then complete.
+    finish: None, or why the sequence ended with this chunk: "stop" or "length"; where many are served also "error" and
+    "cancelled". `metrics` is then complete.
     """
 
     index: int
@@ -60,85 +76,230 @@ def generate(
     requests: Sequence[Request],
     *,
     text: Text | None = None,
-    num_nodes: int | Callable[[int], int] = 16,
+    num_nodes: int | Controller = 16,
     batch: int = 8,
 ) -> Iterator[Chunk]:
     """Decodes every request, up to `batch` at a time; chunks come round by round, and end with `finish` set.
 
-    num_nodes: draft tokens a tree may have, or a function of the number of sequences in the round.
+    num_nodes: draft tokens a tree may have, or the controller that says so round by round.
     Raises DartspecError before any work when a prompt is empty or does not fit the model's context, and later when the
     drafter breaks its contract: another root, a malformed tree, too many nodes, ids that the model does not have.
     """
     if batch < 1:
         raise DartspecError(f"batch is {batch}; it must be 1 or more")
-    sequences = [_Sequence(i, r, target, text) for i, r in enumerate(requests)]
-    nodes = num_nodes if callable(num_nodes) else lambda _batch: num_nodes
-    sizes = [nodes(b) for b in range(1, batch + 1)]
-    most = max(sizes)
-    if min(sizes) < 0:
-        raise DartspecError(f"num_nodes is {min(sizes)}; it must be 0 (plain decoding) or more")
-    capacity = max((s.limit for s in sequences), default=0) + most + 1
-    session = target.session(min(batch, len(sequences)), capacity, drafter.taps)
-    waiting, alive = sequences[::-1], list[_Sequence]()
+    sequences = [Running(i, r, target, text) for i, r in enumerate(requests)]
+    controller = Fixed(num_nodes) if isinstance(num_nodes, int) else num_nodes
+    if controller.most_nodes < 0:
+        raise DartspecError(f"num_nodes is {controller.most_nodes}; it must be 0 (plain decoding) or more")
+    capacity = max((s.limit for s in sequences), default=0) + controller.most_nodes + 1
+    rounds = Rounds(target, drafter, controller, target.session(min(batch, len(sequences)), capacity, drafter.taps))
+    waiting, alive = sequences[::-1], list[Running]()
     try:
         while waiting or alive:
             while waiting and len(alive) < batch:
                 s = waiting.pop()
-                drafter.reset([s.index])  # whatever a stream that nobody closed has left there
-                yield s.prefill(session)
+                rounds.join(s)
+                alive.append(s)
+                first = s.prefill(rounds.session)
                 if s.finish:
-                    session.free(s.index)
-                else:
-                    alive.append(s)
+                    rounds.leave(alive.pop())
+                assert first is not None
+                yield first
             if not alive:
                 return
-            slots = [s.index for s in alive]
-            clock = _Clock(target.device, drafter)
-            room = [s.room(nodes(len(alive))) for s in alive]
-            drafts = drafter.propose([s.news for s in alive], room)
-            trees = [s.fit(t, b) for s, t, b in zip(alive, drafts, room, strict=True)]
-            clock.drafted()
-            scores = session.score(slots, trees)
-            clock.verified()
-            verdicts = [verify(r, t, s.sampler, s.ids) for r, t, s in zip(scores, trees, alive, strict=True)]
-            session.keep(slots, [v.path for v in verdicts])
-            chunks = [s.commit(r, t, v) for s, r, t, v in zip(alive, scores, trees, verdicts, strict=True)]
-            clock.record(alive, chunks, [v.num_accepted for v in verdicts])
+            chunks = rounds.step(alive)
             for s in alive:
                 if s.finish:
-                    session.free(s.index)
-                    drafter.reset([s.index])
+                    rounds.leave(s)
             alive = [s for s in alive if not s.finish]
             yield from chunks
     finally:
-        drafter.reset([s.index for s in alive])  # also when the caller stops listening half-way
+        for s in alive:  # also when the caller stops listening half-way
+            rounds.leave(s)
 
 
-class _Sequence:
-    """One request in progress: its ids, its picks, its text, and where it stops. The only place that stops."""
+class Rounds:
+    """One round over sequences of one session: propose, score, verify, keep, commit. `generate` and the scheduler drive
+    it, and nothing else decodes.
 
-    def __init__(self, index: int, request: Request, target: Target, text: Text | None) -> None:
+    strict: whether an error of the drafter, or of one sequence's picks, is raised. Otherwise the sequence goes on
+    without drafts (`num_downgraded` counts these), or ends alone with `Running.error` set.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter, controller: Controller, session: Session, *, strict: bool = True
+    ) -> None:
+        self.session, self.drafter, self.controller = session, drafter, controller
+        self.strict = strict
+        self.num_downgraded = 0
+        self._device = target.device
+
+    def join(self, s: Running) -> None:
+        """A sequence begins: it takes a row of the session."""
+        self.drafter.reset([s.slot])  # whatever a stream that nobody closed has left there
+        self.session.open(s.slot)
+        self.controller.join(s.slot, s.sampler.params, s.num_prompt)
+
+    def leave(self, s: Running) -> None:
+        """It is over, finished or not; its slot is free at once."""
+        self.session.free(s.slot)
+        self.drafter.reset([s.slot])
+        self.controller.leave(s.slot)
+
+    def step(self, alive: Sequence[Running]) -> list[Chunk]:
+        """One round of sequences whose prompts have been read; one chunk each, in their order."""
+        slots = [s.slot for s in alive]
+        clock = _Clock(self._device, self.drafter)
+        context = max(len(s.ids) for s in alive)
+        trees, num_read = self._draft(alive, clock)
+        clock.mark()
+        scores = self.session.score(slots, trees, features=any(s.speculates for s in alive))
+        clock.mark()
+        verdicts = [self._verdict(*one) for one in zip(alive, scores, trees, strict=True)]
+        good = [i for i, verdict in enumerate(verdicts) if verdict is not None]
+        walked = [v for v in verdicts if v is not None]
+        self.session.keep([slots[i] for i in good], [v.path for v in walked])
+        chunks = [
+            s.failed() if v is None else s.commit(r, t, v)
+            for s, r, t, v in zip(alive, scores, trees, verdicts, strict=True)
+        ]
+        times = clock.times(
+            num_rows=sum(len(t.tokens) for t in trees),
+            num_padded_rows=len(trees) * max(len(t.tokens) for t in trees),
+            context=context,
+            num_read=num_read,
+        )
+        self.controller.observe([slots[i] for i in good], [trees[i] for i in good], walked, times)
+        after_ms = clock.since_times()  # what the controller took is part of the round
+        for i, v in zip(good, walked, strict=True):
+            alive[i].metrics.rounds.append(
+                RoundRecord(
+                    num_drafted=trees[i].num_drafts,
+                    num_accepted=v.num_accepted,
+                    num_committed=len(chunks[i].ids),
+                    draft_ms=times.draft_ms,
+                    search_ms=times.search_ms,
+                    verify_ms=times.verify_ms,
+                    other_ms=times.other_ms + after_ms,
+                    batch=len(alive),
+                )
+            )
+        return chunks
+
+    def _draft(self, alive: Sequence[Running], clock: _Clock) -> tuple[list[TokenTree], int]:
+        """The trees to verify, and how many rows the drafter was told of."""
+        slots = [s.slot for s in alive]
+        room = [s.room(self.controller.most_nodes) for s in alive]
+        asked = self.controller.ask(slots, room)
+        for budget, most in zip(asked, room, strict=True):
+            if not 0 <= budget <= most:
+                raise DartspecError(f"the controller asked for {budget} nodes; it must be 0 to {most}")
+        read = [i for i, s in enumerate(alive) if asked[i] or s.must_be_read]
+        trees = [root_only(s.ids[-1]) for s in alive]
+        num_read = sum(alive[i].num_unread for i in read)
+        clock.mark()
+        if read:
+            drafts = self._propose([alive[i] for i in read], [asked[i] for i in read])
+            clock.mark()
+            for i, tree in zip(read, drafts, strict=True):
+                trees[i] = tree
+        else:
+            clock.mark()
+        cut = self.controller.cut(slots, trees)
+        # what it left as it is was looked at already
+        whole = zip(alive, trees, cut, strict=True)
+        return [new if new is old else s.fit(new, old.num_drafts) for s, old, new in whole], num_read
+
+    def _propose(self, sequences: Sequence[Running], budget: Sequence[int]) -> list[TokenTree]:
+        """The drafter's trees, each looked at and fitted to its sequence."""
+        try:
+            drafts = self.drafter.propose([s.news() for s in sequences], budget)
+            if len(drafts) != len(sequences):
+                raise DartspecError(f"the drafter proposed {len(drafts)} trees for {len(sequences)} sequences")
+        except Exception as error:
+            if self.strict:
+                raise
+            if len(sequences) == 1:
+                return [self._downgrade(sequences[0], error)]
+            # whose fault it was shows when each is asked alone; one that was read before the error stays behind too
+            return [self._propose([s], [b])[0] for s, b in zip(sequences, budget, strict=True)]
+        trees = []
+        for s, tree, most in zip(sequences, drafts, budget, strict=True):
+            s.was_read()
+            try:
+                trees.append(s.fit(tree, most))
+            except Exception as error:
+                if self.strict:
+                    raise
+                trees.append(self._downgrade(s, error))
+        return trees
+
+    def _downgrade(self, s: Running, error: Exception) -> TokenTree:
+        """Plain decoding from here on: the drafter cannot serve this sequence."""
+        if not self.num_downgraded:
+            _log.warning("a drafter failed (%s: %s); its sequence goes on without drafts", type(error).__name__, error)
+        self.num_downgraded += 1
+        s.stop_speculating()
+        self.drafter.reset([s.slot])
+        return root_only(s.ids[-1])
+
+    def _verdict(self, s: Running, scores: Scores, tree: TokenTree) -> Verdict | None:
+        """None where no token can be picked, or the request's own processor failed: that ends this sequence alone."""
+        try:
+            return verify(scores, tree, s.sampler, s.ids)
+        except Exception as error:
+            if self.strict:
+                raise
+            s.error = error
+            return None
+
+
+class Running:
+    """One request in progress: its ids, its picks, its text, and where it stops. The only place that stops.
+
+    slot: its number in the session, the drafter and the controller. index: its number for the caller, or `slot`.
+    room: positions that may be used at most, where that is less than the model's context.
+    """
+
+    def __init__(
+        self,
+        slot: int,
+        request: Request,
+        target: Target,
+        text: Text | None,
+        *,
+        index: int | None = None,
+        room: int | None = None,
+    ) -> None:
         prompt, params = list(request.prompt), request.params
+        most = target.max_positions if room is None else min(room, target.max_positions)
         if not prompt:
             raise DartspecError("the prompt is empty: give at least one token of text")
-        if len(prompt) >= target.max_positions:
+        if len(prompt) >= most:
+            has = "a context" if most == target.max_positions else "room for texts"
             raise DartspecError(
-                f"the prompt has {len(prompt)} tokens; {target.name} has a context of {target.max_positions}:"
-                " shorten the prompt"
+                f"the prompt has {len(prompt)} tokens; {target.name} has {has} of {most}: shorten the prompt"
             )
         bad = next((i for i in prompt if not 0 <= i < target.vocab_size), None)
         if bad is not None:
             raise DartspecError(f"the prompt has token id {bad}; {target.name} has ids 0 to {target.vocab_size - 1}")
         if params.stop and text is None:
             raise DartspecError("stop strings need a tokenizer: give one, or use stop_token_ids")
-        self.index, self.num_prompt = index, len(prompt)
-        self.limit = min(len(prompt) + params.max_tokens, target.max_positions)
+        self.slot, self.index = slot, slot if index is None else index
+        self.num_prompt = len(prompt)
+        self.limit = min(len(prompt) + params.max_tokens, most)
         self.ids = prompt  # every committed token
         self._vocab_size = target.vocab_size
         self.sampler = Sampler(params, target.num_tokens, len(prompt), request.sample)
         self.metrics = Metrics(num_prompt_tokens=len(prompt))
         self.finish: str | None = None
-        self.news: Committed
+        self.error: Exception | None = None
+        self.speculates = params.most_nodes != 0
+        self.num_run = 0  # prompt positions that are in the target's cache
+        self.num_unread = 0  # rows that the drafter has not been told of
+        self._unread: list[Tensor] = []  # their features, (n, n_taps, H) each
+        self._tree: TokenTree | None = None  # the last round's
+        self._picks: Tensor | None = None
         self._history = torch.empty(self.limit, dtype=torch.int64)
         self._history[: len(prompt)] = torch.tensor(prompt)
         self._stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.eos_token_ids))
@@ -146,8 +307,37 @@ class _Sequence:
         self._stops = StopStrings(params.stop)
 
     def room(self, num_nodes: int) -> int:
-        """Nodes worth drafting: none when only one token is left to write."""
-        return num_nodes if self.limit - len(self.ids) > 1 else 0
+        """Nodes worth drafting, `num_nodes` at most: none when only one token is left to write."""
+        if not self.speculates or self.limit - len(self.ids) <= 1:
+            return 0
+        most = self.sampler.params.most_nodes
+        return num_nodes if most is None else min(most, num_nodes)
+
+    @property
+    def must_be_read(self) -> bool:
+        """Whether so many features wait for the drafter that it should take them now, drafts or none."""
+        return self.speculates and bool(self._unread) and self.num_unread >= MOST_UNREAD
+
+    def news(self) -> Committed:
+        """All that the drafter has not been told of."""
+        features = torch.cat(self._unread) if len(self._unread) > 1 else self._unread[0] if self._unread else None
+        history = self._history[: len(self.ids)]
+        return Committed(self.slot, history, self.num_unread, features, self._tree, self._picks, self.sampler.perturbed)
+
+    def was_read(self) -> None:
+        """The drafter has been told everything."""
+        self.num_unread = 0
+        self._unread.clear()
+
+    def stop_speculating(self) -> None:
+        """No drafts from here on, and no features kept."""
+        self.speculates = False
+        self.was_read()
+
+    def _learn(self, num_rows: int, features: Tensor | None) -> None:
+        self.num_unread += num_rows
+        if features is not None:
+            self._unread.append(features)
 
     def fit(self, tree: TokenTree, budget: int) -> TokenTree:
         """The tree without nodes that could never be kept: so deep that the length limit or the context cuts them.
@@ -172,25 +362,31 @@ class _Sequence:
         parents = torch.tensor([place[int(tree.parents[i])] for i in kept], dtype=torch.int32)
         return TokenTree(tree.tokens[kept], parents, tree.scores[kept])
 
-    def prefill(self, session: Session) -> Chunk:
-        """Runs the prompt and picks the first token, which belongs to no round."""
+    def prefill(self, session: Session, most_rows: int | None = None) -> Chunk | None:
+        """Runs the prompt, or its next `most_rows` positions. At its end, picks the first token, which belongs to no
+        round, and returns its chunk."""
         began = time.perf_counter()
-        scores = session.prefill(self.index, self.ids)
-        token = self.sampler.pick(scores.logits[-1], self.ids)
-        self.metrics.prefill_ms = 1e3 * (time.perf_counter() - began)
-        self.news = Committed(
-            self.index, self._history, self.num_prompt, scores.features, perturb=self.sampler.perturbed
-        )
-        return self._append([token], scores.logits[-1:], 0, None)
+        end = self.num_prompt if most_rows is None else min(self.num_prompt, self.num_run + most_rows)
+        scores = session.extend(self.slot, self.ids[self.num_run : end], features=self.speculates)
+        self._learn(end - self.num_run, scores.features)
+        self.num_run = end
+        token = self.sampler.pick(scores.logits[-1], self.ids) if end == self.num_prompt else None
+        self.metrics.prefill_ms += 1e3 * (time.perf_counter() - began)
+        return None if token is None else self._append([token], scores.logits[-1:], 0, None)
 
     def commit(self, scores: Scores, tree: TokenTree, verdict: Verdict) -> Chunk:
         """Appends the accepted tokens and the bonus, up to the first stop."""
         tokens = [*tree.tokens[verdict.path[1:]].tolist(), verdict.bonus]
-        features = None if scores.features is None else scores.features[verdict.path]
-        self.news = Committed(
-            self.index, self._history, len(tokens), features, tree, verdict.picks, self.sampler.perturbed
-        )
-        return self._append(tokens, scores.logits[verdict.path], verdict.num_accepted, tree)
+        self._tree, self._picks = tree, verdict.picks
+        chunk = self._append(tokens, scores.logits[verdict.path], verdict.num_accepted, tree)
+        rows = verdict.path[: len(chunk.ids)]  # a stop may have cut the rest
+        self._learn(len(rows), scores.features[rows] if scores.features is not None and self.speculates else None)
+        return chunk
+
+    def failed(self) -> Chunk:
+        """The last chunk of a sequence that cannot go on (`error` says why), with the text that was held back."""
+        self.finish = "error"
+        return Chunk(self.index, [], 0, self._rest(), self.finish, self.metrics, self.sampler.seed)
 
     def _append(self, tokens: list[int], logits: Tensor, num_accepted: int, tree: TokenTree | None) -> Chunk:
         """The one stopping rule: stop ids, then stop strings, then the length. Row i of `logits` is token i's."""
@@ -209,15 +405,12 @@ class _Sequence:
                 self.finish = "length"
             if self.finish:
                 break
-        if self.finish and self._decoder is not None:
-            rest, _ = self._stops.push(self._decoder.flush())
-            pieces += [rest, self._stops.flush()]
+        if self.finish:
+            pieces.append(self._rest())
         new = self.ids[began:]
         top = self.sampler.params.logprobs
         log_probs = None if top is None else [self.sampler.log_probs(logits[i], t, top) for i, t in enumerate(new)]
         self.metrics.num_new_tokens += len(new)
-        # the drafter's view; a sequence that stopped is not asked again
-        self.news = self.news._replace(history=self._history[: len(self.ids)])
         return Chunk(
             self.index,
             new,
@@ -230,14 +423,22 @@ class _Sequence:
             tree,
         )
 
+    def _rest(self) -> str:
+        """The text that was held back, for the end."""
+        if self._decoder is None:
+            return ""
+        rest, _ = self._stops.push(self._decoder.flush())
+        return rest + self._stops.flush()
+
 
 class _Clock:
-    """The stage times of one round. On a GPU each reading waits for the device."""
+    """The stage times of one round: marks before and after the drafter, and before and after the target. On a GPU each
+    waits for the device."""
 
     def __init__(self, device: torch.device, drafter: Drafter) -> None:
         self._device, self._drafter = device, drafter
         self._searched = self._search_ms()
-        self._began = self._drafted = self._verified = self._now()
+        self._marks = [self._now()]
 
     def _now(self) -> float:
         if self._device.type == "cuda":
@@ -247,29 +448,19 @@ class _Clock:
     def _search_ms(self) -> float:
         return float(getattr(self._drafter, "search_ms", 0.0))
 
-    def drafted(self) -> None:
-        self._drafted = self._now()
+    def mark(self) -> None:
+        self._marks.append(self._now())
 
-    def verified(self) -> None:
-        self._verified = self._now()
+    def times(self, num_rows: int, num_padded_rows: int, context: int, num_read: int) -> RoundTimes:
+        """`other` is what neither drafter nor target took, up to now."""
+        self.mark()
+        began, asked, drafted, cut, verified, now = self._marks
+        search = self._search_ms() - self._searched
+        other = (asked - began) + (cut - drafted) + (now - verified)
+        return RoundTimes(
+            drafted - asked - search, search, verified - cut, other, num_rows, num_padded_rows, context, num_read
+        )
 
-    def record(self, sequences: Sequence[_Sequence], chunks: Sequence[Chunk], accepted: Sequence[int]) -> None:
-        """Adds the round to each sequence's metrics; `other` is what neither drafter nor target took.
-
-        accepted: draft tokens walked, those that a stop cut off from the chunk included.
-        """
-        now, search = self._now(), self._search_ms() - self._searched
-        for sequence, chunk, num_accepted in zip(sequences, chunks, accepted, strict=True):
-            assert chunk.tree is not None
-            sequence.metrics.rounds.append(
-                RoundRecord(
-                    num_drafted=chunk.tree.num_drafts,
-                    num_accepted=num_accepted,
-                    num_committed=len(chunk.ids),
-                    draft_ms=self._drafted - self._began - search,
-                    search_ms=search,
-                    verify_ms=self._verified - self._drafted,
-                    other_ms=now - self._verified,
-                    batch=len(sequences),
-                )
-            )
+    def since_times(self) -> float:
+        """Milliseconds since `times`."""
+        return self._now() - self._marks[-1]

@@ -203,26 +203,37 @@ class Session:
 
     def prefill(self, slot: int, ids: Sequence[int]) -> Scores:
         """Runs a prompt into a free slot. Logits of the last position only, (1, V); features of all, (P, n_taps, H)."""
+        self.open(slot)
+        return self.extend(slot, ids)
+
+    def open(self, slot: int) -> None:
+        """Takes a row for a new sequence."""
         if slot in self._slots or len(self._slots) == self._num_slots:
             raise DartspecError(f"slot {slot} is not free: {len(self._slots)} of {self._num_slots} are in use")
         self._slots.append(slot)
         self._lengths.append(0)
-        row = len(self._slots) - 1
-        features = []
+
+    def extend(self, slot: int, ids: Sequence[int], features: bool = True) -> Scores:
+        """Runs more of a prompt behind what the slot holds, and commits it. Logits of the last position only, (1, V);
+        features of all new ones, (n, n_taps, H), unless they are not wanted."""
+        row = self._slots.index(slot)
+        got = []
         for at in range(0, len(ids), PREFILL_CHUNK):
             chunk = list(ids[at : at + PREFILL_CHUNK])
             parents = [list(range(-1, len(chunk) - 1))]
-            logits, taps = self._forward(row, [chunk], parents, keep=1)
+            logits, taps = self._forward(row, [chunk], parents, keep=1, features=features)
             self._lengths[row] += len(chunk)
-            features.append(taps)
-        joined = torch.cat([f[0] for f in features if f is not None]) if self.taps else None
+            got.append(taps)
+        joined = torch.cat([f[0] for f in got if f is not None]) if self.taps and features else None
         return Scores(logits[0], joined)
 
-    def score(self, slots: Sequence[int], trees: Sequence[TokenTree], done: Sequence[int] = ()) -> list[Scores]:
+    def score(
+        self, slots: Sequence[int], trees: Sequence[TokenTree], done: Sequence[int] = (), features: bool = True
+    ) -> list[Scores]:
         """One forward over one tree a sequence; `trees[i]` hangs at the end of `slots[i]`. Nothing is committed yet.
 
         done: of each tree, the first nodes that earlier calls since the last `keep` have scored: only the rows behind
-        them run and are returned, so that a tree can grow level by level.
+        them run and are returned, so that a tree can grow level by level. features: whether they are wanted.
         """
         order = sorted(range(len(slots)), key=lambda i: self._slots.index(slots[i]))
         rows = [self._slots.index(slots[i]) for i in order]
@@ -232,7 +243,7 @@ class Session:
             tokens = [trees[i].tokens.tolist() for i in batch]
             parents = [trees[i].parents.tolist() for i in batch]
             known = [done[i] for i in batch] if done else []
-            logits, taps = self._forward(first, tokens, parents, done=known)
+            logits, taps = self._forward(first, tokens, parents, done=known, features=features)
             for b, i in enumerate(batch):
                 n = len(tokens[b]) - (known[b] if known else 0)
                 result[i] = Scores(logits[b, :n], taps[b, :n] if taps is not None else None)
@@ -262,7 +273,13 @@ class Session:
         self._lengths.pop()
 
     def _forward(
-        self, first: int, tokens: list[list[int]], parents: list[list[int]], keep: int = 0, done: Sequence[int] = ()
+        self,
+        first: int,
+        tokens: list[list[int]],
+        parents: list[list[int]],
+        keep: int = 0,
+        done: Sequence[int] = (),
+        features: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """One forward over cache rows from `first` on: (B, keep or N, V) logits and (B, N, n_taps, H) features.
 
@@ -284,7 +301,7 @@ class Session:
         self._cache.window.set(first, writes, n)
         built = target._masks.build(starts, mask, depth, target.device, done)
         with target.turn:  # hooks would record another thread's forward
-            if not self.taps:
+            if not self.taps or not features:
                 return target.forward(ids, positions, built, self._cache, keep), None
             with target.recording(self.taps) as got:
                 logits = target.forward(ids, positions, built, self._cache, keep)
