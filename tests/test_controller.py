@@ -1,4 +1,4 @@
-"""Who decides how many nodes a round drafts and verifies: whatever it answers, the text stays, and drafters catch up."""
+"""Who decides how many nodes a round drafts and verifies: whatever it says, the text stays, and drafters catch up."""
 
 from __future__ import annotations
 
