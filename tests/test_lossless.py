@@ -99,8 +99,16 @@ def tiny_dart(target: Target) -> Drafter:
     return drafter
 
 
+def tiny_small_model(target: Target) -> Drafter:
+    """Another model with random weights over the same ids; its cache and its tree are real."""
+    module = drafters.get("small_model")
+    model = Target(tiny.model("llama", seed=1, vocab_size=target.vocab_size), name="small")
+    drafter: Drafter = module.SmallModel(module.Config("tiny", length=3, top_k=2), model, target)
+    return drafter
+
+
 # methods with weights: how to make a tiny random one
-TINY = {"dart": tiny_dart}
+TINY = {"dart": tiny_dart, "small_model": tiny_small_model}
 
 
 def make(name: str, target: Target, texts: Sequence[Text] = (), rate: float = 1.0) -> Drafter:
