@@ -316,8 +316,10 @@ def _run_table(result: dict[str, Any], term: Terminal) -> None:
 
 
 def _print(table: Table, term: Terminal) -> None:
-    """As wide as it is: a pipe has no width to keep to."""
-    term.out.print(table, width=None if term.out.is_terminal else 200, crop=False, soft_wrap=False)
+    """As wide as it is where nobody's window limits it: in a pipe or a file."""
+    if not term.out.is_terminal:
+        term.out.width = 200
+    term.out.print(table)
 
 
 def _load_table(result: dict[str, Any], term: Terminal) -> None:
