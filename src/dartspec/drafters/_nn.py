@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dartspec import _core
+from dartspec.drafters._checkpoint import LayerConfig
 
 
 class RMSNorm(nn.Module):
@@ -70,6 +71,59 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
+
+
+class FusedLayer(nn.Module):
+    """EAGLE-3's decoder layer, which DART has too: attention over [normed embedding ; normed features], the residual
+    being the features before their norm (or after it, `norm_before_residual`)."""
+
+    def __init__(self, c: LayerConfig, norm_before_residual: bool = False) -> None:
+        super().__init__()
+        self.norm_before_residual = norm_before_residual
+        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = Attention(
+            2 * c.hidden_size, c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        )
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = GatedMLP(c.hidden_size, c.intermediate_size)
+
+    def inputs(self, embeddings: Tensor, features: Tensor) -> Tensor:
+        """(n, H), (n, H) -> attention input (n, 2H) in the features' dtype."""
+        normed = self.input_layernorm(embeddings), self.hidden_norm(features)
+        return torch.cat((normed[0].to(normed[1].dtype), normed[1]), dim=-1)
+
+    def finish(self, features: Tensor, attended: Tensor) -> Tensor:
+        """(n, H) features, (n, heads * head_dim) attention output -> (n, H), not normed."""
+        residual = self.hidden_norm(features) if self.norm_before_residual else features
+        x = residual + self.self_attn.o_proj(attended)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+def attend_rows(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """q (kv, group, R, dim), k and v (kv, T, dim), allowed (R, T) -> (kv, group, R, dim). Softmax in float32."""
+    kv, group, n, dim = q.shape
+    scores = (q.reshape(kv, group * n, dim) @ k.transpose(1, 2)).view(kv, group, n, -1).float() * dim**-0.5
+    weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1).to(v.dtype)
+    out: Tensor = weights.view(kv, group * n, -1) @ v
+    return out.view(kv, group, n, dim)
+
+
+def attend_groups(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, own_k: Tensor, own_v: Tensor, own_allowed: Tensor
+) -> Tensor:
+    """Rows in groups of m: q (kv, group, A, m, dim); clean k, v (kv, T, dim) under allowed (A, T); own keys and values
+    (kv, A, m', dim) under own_allowed (m, m'). One softmax over both -> (kv, group, A, m, dim)."""
+    kv, group, n, m, dim = q.shape
+    clean = (q.reshape(kv, group * n * m, dim) @ k.transpose(1, 2)).view(kv, group, n, m, -1).float()
+    own = (q @ own_k[:, None].transpose(-1, -2)).float()  # (kv, group, A, m, m')
+    clean = clean.masked_fill(~allowed[:, None, :], float("-inf"))
+    own = own.masked_fill(~own_allowed, float("-inf"))
+    weights = (torch.cat((clean, own), dim=-1) * dim**-0.5).softmax(-1).to(v.dtype)
+    on_clean, on_own = weights.split((clean.shape[-1], own.shape[-1]), dim=-1)
+    out: Tensor = (on_clean.reshape(kv, group * n * m, -1) @ v).view(kv, group, n, m, dim)
+    return out.add(on_own @ own_v[:, None])
 
 
 # --- decoding: the same layers for a few rows, as few calls as possible ---------------------------------------------
@@ -175,7 +229,7 @@ class Head:
             self._product = Product([weight], packed, num_threads)
 
     def likeliest(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """(n, H) -> log-probabilities over all V (n, k) float32, best first, and their indices (n, k) int32, on the CPU.
+        """(n, H) -> log-probabilities over all V (n, k) float32, best first, their indices (n, k) int32; on the CPU.
 
         Where a row's logits are not finite, all of its log-probabilities are -inf. k is cut to V.
         """
@@ -201,3 +255,24 @@ class Head:
         # NaN sorts first, and infinity less infinity is NaN: the best entry tells
         log_probs = log_probs.where(log_probs[:, :1] > -1e30, float("-inf"))
         return log_probs.cpu(), where.to(torch.int32).cpu()
+
+
+class Prefix:
+    """Keys and values of one sequence's clean rows, rotated; room behind them is where the masks' entries go for the
+    length of one forward. Grown by doubling, never concatenated."""
+
+    def __init__(self, num_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.length = 0
+        self.keys = torch.empty(num_heads, 0, dim, dtype=dtype, device=device)  # (kv, capacity, dim)
+        self.values = torch.empty_like(self.keys)
+
+    def reserve(self, length: int) -> None:
+        capacity = self.keys.shape[1]
+        if length <= capacity:
+            return
+        heads, _, dim = self.keys.shape
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = old.new_empty(heads, max(length, 2 * capacity, 256), dim)
+            new[:, : self.length] = old[:, : self.length]
+            setattr(self, name, new)

@@ -9,21 +9,30 @@ the prefix, so that a round runs only the newly committed rows. The tree is made
 
 from __future__ import annotations
 
-import itertools
-import json
-import math
-import os
 import time
-import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dartspec.drafters._nn import Attention, Gated, GatedMLP, Head, Norm, Product, RMSNorm, rope_table, rotate, use_core
+from dartspec.drafters._checkpoint import DraftNet, LayerConfig, NetConfig, check_target
+from dartspec.drafters._nn import (
+    FusedLayer,
+    Gated,
+    Head,
+    Norm,
+    Prefix,
+    Product,
+    RMSNorm,
+    attend_groups,
+    attend_rows,
+    rope_table,
+    rotate,
+    use_core,
+)
 from dartspec.errors import DartspecError
 from dartspec.target.attention import attend
 from dartspec.types import Committed, TargetView, TokenTree
@@ -32,147 +41,40 @@ if TYPE_CHECKING:
     from dartspec.lattice import SearchConfig
     from dartspec.ngram import NgramIndex
 
-_SIZES = (
-    "d",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "draft_vocab_size",
-    "vocab_size",
-    "target_hidden_size",
-    "num_target_layers",
-)
 PREFILL_ROWS = 512  # clean rows a chunk while a long prompt is read
-MOST_STEPS = 256  # positions guessed in one forward; far above what can be guessed
 FEW_ROWS = 32  # that many new rows go through one product together with the last one
 
 
-@dataclass(frozen=True)
-class Config:
+@dataclass(frozen=True, kw_only=True)
+class Config(LayerConfig):
     """A DART drafter's shape and what it was trained for; `config.json` beside its weights.
 
     mask:  "pair": a mask row is an embedding row (`mask_embedding`, H) and features before the projection
            (`mask_features`, n_taps * target H), treated like any clean row; exportable to vLLM's `peagle`.
            "official": a vector after the norms (`mask_rep`, 2H), whose first H values are also the residual.
     final_norm_twice: the official program applies the final norm twice; ours once.
-    acceptance: mean committed tokens a round on held-out answers, by tree size; for `doctor` and live comparison.
     """
 
-    d: int
-    taps: tuple[int, ...]
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    draft_vocab_size: int
-    vocab_size: int
-    target_hidden_size: int
-    num_target_layers: int
-    method: str = "dart"
-    hidden_act: str = "silu"
+    title: ClassVar[str] = "DART"
+    name: ClassVar[str] = "dart"
+
     mask: str = "pair"
     final_norm_twice: bool = False
-    target: str = ""
-    tokenizer_fingerprint: str | None = None
-    weights_fingerprint: str | None = None
-    template_hash: str | None = None
-    acceptance: dict[str, float] = field(default_factory=dict)
-    provenance: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.taps, list | tuple) or not all(type(tap) is int for tap in self.taps):
-            raise DartspecError(f"DART config: taps is {self.taps!r}; must be a list of whole numbers")
-        object.__setattr__(self, "taps", tuple(self.taps))
-        for name in ("rms_norm_eps", "rope_theta"):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 < value < math.inf:
-                raise DartspecError(f"DART config: {name} is {value!r}; must be a number above 0")
-        for name in _SIZES:
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise DartspecError(f"DART config: {name} is {value!r}; must be a positive integer")
-        if self.d > MOST_STEPS:
-            raise DartspecError(f"DART config: d is {self.d}; must be at most {MOST_STEPS}")
-        try:
-            good = all(int(nodes) >= 0 and float(mean) >= 1 for nodes, mean in self.acceptance.items())
-        except (AttributeError, TypeError, ValueError):
-            good = False
-        if not good:
-            raise DartspecError(
-                f"DART config: acceptance is {self.acceptance!r}; must map tree sizes to committed tokens a round"
-            )
-        if self.method != "dart":
-            raise DartspecError(f"DART config: method is {self.method!r}, expected 'dart'")
-        if self.hidden_act != "silu":
-            raise DartspecError(f"DART config: hidden_act is {self.hidden_act!r}; only 'silu' is supported")
-        if self.mask not in ("pair", "official"):
-            raise DartspecError(f"DART config: mask is {self.mask!r}; must be 'pair' or 'official'")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise DartspecError(
-                f"DART config: {self.num_attention_heads} attention heads are no multiple of "
-                f"{self.num_key_value_heads} key/value heads"
-            )
-        if self.head_dim % 2:
-            raise DartspecError(f"DART config: head_dim is {self.head_dim}; rotary embedding needs an even one")
-        if self.draft_vocab_size > self.vocab_size:
-            raise DartspecError(
-                f"DART config: draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {self.vocab_size}"
-            )
-        taps = self.taps
-        rising = all(a < b for a, b in itertools.pairwise(taps))
-        if not taps or not rising or taps[0] < 0 or taps[-1] > self.num_target_layers:
-            raise DartspecError(
-                f"DART config: taps {list(taps)} must rise within 0..{self.num_target_layers} "
-                "(0 = embeddings, i = output of layer i)"
-            )
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Config:
-        known = {f.name for f in fields(cls)}
-        if unknown := sorted(set(values) - known):
-            raise DartspecError(f"DART config: unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}")
-        required = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
-        if missing := sorted(required - set(values)):
-            raise DartspecError(f"DART config: {missing[0]!r} is missing")
-        return cls(**values)
-
-    @classmethod
-    def from_json(cls, path: Path) -> Config:
-        if not path.is_file():
-            raise DartspecError(f"{path}: no such file; a drafter folder holds config.json and model.safetensors")
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise DartspecError(f"{path}: not JSON ({error})") from None
-        if not isinstance(values, dict):
-            raise DartspecError(f"{path}: a JSON object was expected, found {type(values).__name__}")
-        return cls.from_dict(values)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
+        super().__post_init__()
+        self.refuse_unless(self.mask in ("pair", "official"), f"mask is {self.mask!r}; must be 'pair' or 'official'")
 
     @property
     def num_masks(self) -> int:
         return self.d - 1
 
 
-class DartLayer(nn.Module):
-    """The decoder layer: attention over [normed embedding ; normed features], residual = features before their norm."""
+class DartLayer(FusedLayer):
+    """The layer, and in the official form the mask."""
 
     def __init__(self, c: Config) -> None:
-        super().__init__()
-        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = Attention(
-            2 * c.hidden_size, c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        )
-        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = GatedMLP(c.hidden_size, c.intermediate_size)
+        super().__init__(c)
         if c.mask == "official":
             self.mask_rep = nn.Parameter(torch.zeros(2 * c.hidden_size))
 
@@ -194,14 +96,15 @@ class SharedRows(NamedTuple):
     anchors: Sequence[Tensor]
 
 
-class DartNet(nn.Module):
+class DartNet(DraftNet):
     """The network, with the tensor names of the official checkpoints (`layers.0.` for `midlayer.`)."""
 
-    d2t: Tensor
+    config_class = Config
+    config: Config
 
     def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.config = c = config
+        super().__init__(config)
+        c = config
         width = len(c.taps) * c.target_hidden_size
         self.fc = nn.Linear(width, c.hidden_size, bias=False)
         self.layers = nn.ModuleList([DartLayer(c)])
@@ -210,7 +113,6 @@ class DartNet(nn.Module):
         if c.mask == "pair":
             self.mask_embedding = nn.Parameter(torch.zeros(c.hidden_size))
             self.mask_features = nn.Parameter(torch.zeros(width))
-        self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
 
     @property
     def layer(self) -> DartLayer:
@@ -218,15 +120,10 @@ class DartNet(nn.Module):
         assert isinstance(layer, DartLayer)
         return layer
 
-    def target_ids(self) -> Tensor:
-        """(draft_vocab,) int64: the target's id of each draft id."""
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-
     def clean_rows(self, features: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """(n, n_taps * H_target), (n, H) -> residual (n, H), attention input (n, 2H)."""
         residual = self.fc(features)
-        normed = self.layer.input_layernorm(embeddings), self.layer.hidden_norm(residual)
-        return residual, torch.cat((normed[0].to(normed[1].dtype), normed[1]), dim=-1)
+        return residual, self.layer.inputs(embeddings, residual)
 
     def mask_row(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Residual (1, H) and attention input (1, 2H) of a mask. All masks are alike but for their positions."""
@@ -237,77 +134,14 @@ class DartNet(nn.Module):
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """(n, H) residual, (n, heads * head_dim) attention output -> (n, H), final norm applied: ready for the head."""
-        x = residual + self.layer.self_attn.o_proj(attended)
-        x = x + self.layer.mlp(self.layer.post_attention_layernorm(x))
-        normed: Tensor = self.norm(x)
+        normed: Tensor = self.norm(self.layer.finish(residual, attended))
         return self.norm(normed) if self.config.final_norm_twice else normed
 
-    def save(self, folder: Path, provenance: Mapping[str, Any] | None = None) -> None:
-        """`model.safetensors` (matrices and vectors in bfloat16) and `config.json`, each written aside and renamed."""
-        from safetensors.torch import save_file
-
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {
-            name: (t.detach().to(torch.bfloat16) if t.is_floating_point() else t.detach()).contiguous().clone()
-            for name, t in self.state_dict().items()
-        }
-        aside = folder / "model.safetensors.tmp"
-        save_file(tensors, aside, metadata={"format": "pt"})
-        os.replace(aside, folder / "model.safetensors")
-        config = replace(self.config, provenance=dict(provenance)) if provenance is not None else self.config
-        aside = folder / "config.json.tmp"
-        aside.write_text(config.to_json(), encoding="utf-8")
-        os.replace(aside, folder / "config.json")
-
     @classmethod
-    def from_folder(cls, folder: Path) -> DartNet:
-        """Read a drafter folder. Missing, unexpected, misshapen or truncated weights are refused by name."""
-        return cls.from_weights(Config.from_json(folder / "config.json"), folder / "model.safetensors")
-
-    @classmethod
-    def from_weights(cls, config: Config, path: Path) -> DartNet:
-        """Weights of `path` in their stored dtype. `midlayer.` is read as `layers.0.`; `t2d` says nothing that `d2t`
-        does not, and is skipped; `d2t` may be absent where the draft vocabulary is the whole."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        if not path.is_file():
-            raise DartspecError(f"{path}: no such file; a drafter folder holds config.json and model.safetensors")
-        try:
-            found = load_file(path)
-        except SafetensorError as error:
-            raise DartspecError(
-                f"{path}: not a whole safetensors file ({error}); it may be truncated, fetch it again"
-            ) from None
-        found = {n.replace("midlayer.", "layers.0.", 1): t for n, t in found.items() if n != "t2d"}
-        if "d2t" not in found and config.draft_vocab_size == config.vocab_size:
-            found["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
-        with torch.device("meta"):
-            net = cls(config)
-        wanted = net.state_dict()
-        for name, tensor in wanted.items():
-            if name not in found:
-                raise DartspecError(f"{path}: weight {name} is missing; a drafter is never run with random weights")
-            if found[name].shape != tensor.shape:
-                raise DartspecError(
-                    f"{path}: {name} has shape {list(found[name].shape)}, config.json asks for {list(tensor.shape)}"
-                )
-            if tensor.is_floating_point() != found[name].is_floating_point():
-                kind = "floating-point" if tensor.is_floating_point() else "whole"
-                raise DartspecError(f"{path}: {name} is {found[name].dtype}; must hold {kind} numbers")
-            if not bool(torch.isfinite(found[name]).all()):
-                raise DartspecError(f"{path}: {name} holds numbers that are not finite; its training went wrong")
-        if unexpected := sorted(set(found) - set(wanted)):
-            raise DartspecError(f"{path}: unexpected weight {unexpected[0]}; the file does not fit its config.json")
-        found["d2t"] = found["d2t"].to(torch.int64)
-        net.load_state_dict(found, assign=True)
-        ids = net.target_ids()
-        if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(set(ids.tolist())) != len(ids):
-            raise DartspecError(
-                f"{path}: d2t maps draft ids to {int(ids.min())}..{int(ids.max())}, not to different ids in "
-                f"0..{config.vocab_size - 1}"
-            )
-        return net
+    def from_tensors(cls, config: NetConfig, found: dict[str, Tensor], path: Path) -> DartNet:
+        """`midlayer.` is read as `layers.0.`."""
+        found = {n.replace("midlayer.", "layers.0.", 1): t for n, t in found.items()}
+        return super().from_tensors(config, found, path)
 
     def shared_forward(self, rows: SharedRows) -> tuple[Tensor, Tensor]:
         """Prefix-shared forward in block form: every group of masks sees its clean prefix and itself, nothing else.
@@ -343,7 +177,7 @@ class DartNet(nn.Module):
             q = rotate(queries[taken : taken + n_first], cos[first][:, None], sin[first][:, None])
             taken += n_first
             q = q.view(n_first, kv, heads // kv, dim).permute(1, 2, 0, 3)  # (kv, group, R, dim)
-            out = _attend(q, k, v, here[None, :] <= first[:, None])
+            out = attend_rows(q, k, v, here[None, :] <= first[:, None])
             out_first.append(out.permute(2, 0, 1, 3).reshape(n_first, heads * dim))
             if n_groups == 0:
                 continue
@@ -354,7 +188,7 @@ class DartNet(nn.Module):
             km = rotate(mask_k.expand(n_groups, m, kv, dim), mc, ms).permute(2, 0, 1, 3)  # (kv, A, m, dim)
             qm = qm.view(n_groups, m, kv, heads // kv, dim).permute(2, 3, 0, 1, 4)  # (kv, group, A, m, dim)
             vm = mask_v.expand(1, kv, n_groups, m, dim)[0]
-            out = _attend_groups(qm, k, v, here[None, :] <= anchors[:, None], km, vm, own_causal)
+            out = attend_groups(qm, k, v, here[None, :] <= anchors[:, None], km, vm, own_causal)
             out_masks.append(out.permute(2, 3, 0, 1, 4).reshape(n_groups * m, heads * dim))
 
         attended = torch.cat([*out_first, *out_masks])
@@ -365,53 +199,7 @@ class DartNet(nn.Module):
         return hidden[:n], hidden[n:].view(len(flat_anchor), m, -1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """q (kv, group, R, dim), k and v (kv, T, dim), allowed (R, T) -> (kv, group, R, dim). Softmax in float32."""
-    kv, group, n, dim = q.shape
-    scores = (q.reshape(kv, group * n, dim) @ k.transpose(1, 2)).view(kv, group, n, -1).float() * dim**-0.5
-    weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1).to(v.dtype)
-    out: Tensor = weights.view(kv, group * n, -1) @ v
-    return out.view(kv, group, n, dim)
-
-
-def _attend_groups(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, own_k: Tensor, own_v: Tensor, own_allowed: Tensor
-) -> Tensor:
-    """Mask rows: q (kv, group, A, m, dim); clean k, v (kv, T, dim) under allowed (A, T); own keys and values
-    (kv, A, m, dim) under own_allowed (m, m). One softmax over both -> (kv, group, A, m, dim)."""
-    kv, group, n, m, dim = q.shape
-    clean = (q.reshape(kv, group * n * m, dim) @ k.transpose(1, 2)).view(kv, group, n, m, -1).float()
-    own = (q @ own_k[:, None].transpose(-1, -2)).float()  # (kv, group, A, m, m)
-    clean = clean.masked_fill(~allowed[:, None, :], float("-inf"))
-    own = own.masked_fill(~own_allowed, float("-inf"))
-    weights = (torch.cat((clean, own), dim=-1) * dim**-0.5).softmax(-1).to(v.dtype)
-    on_clean, on_own = weights.split((clean.shape[-1], m), dim=-1)
-    out: Tensor = (on_clean.reshape(kv, group * n * m, -1) @ v).view(kv, group, n, m, dim)
-    return out.add(on_own @ own_v[:, None])
-
-
 # --- decoding -------------------------------------------------------------------------------------------------------
-
-
-class _Prefix:
-    """Keys and values of one sequence's clean rows, rotated; room behind them is where the masks' entries go for the
-    length of one forward. Grown by doubling, never concatenated."""
-
-    def __init__(self, num_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.length = 0
-        self.keys = torch.empty(num_heads, 0, dim, dtype=dtype, device=device)  # (kv, capacity, dim)
-        self.values = torch.empty_like(self.keys)
-
-    def reserve(self, length: int) -> None:
-        capacity = self.keys.shape[1]
-        if length <= capacity:
-            return
-        heads, _, dim = self.keys.shape
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = old.new_empty(heads, max(length, 2 * capacity, 256), dim)
-            new[:, : self.length] = old[:, : self.length]
-            setattr(self, name, new)
 
 
 class DartDrafter:
@@ -436,10 +224,10 @@ class DartDrafter:
         self.view, self.index = view, index
         self.search = search if search is not None else SearchConfig()
         self.search_ms = 0.0
-        self._prefixes: dict[int, _Prefix] = {}
+        self._prefixes: dict[int, Prefix] = {}
         dtype, device = view.dtype, view.device
         with torch.no_grad():
-            net = _converted(net, dtype, device)
+            net = net.converted(dtype, device)
             threads = torch.get_num_threads()
             packed = use_core(device, dtype)
             self._threads = threads
@@ -532,7 +320,7 @@ class DartDrafter:
         x = self._final_norm(x)
         return self._final_norm(x) if c.final_norm_twice else x
 
-    def _take(self, one: Committed) -> tuple[_Prefix, Tensor, Tensor]:
+    def _take(self, one: Committed) -> tuple[Prefix, Tensor, Tensor]:
         """The sequence's prefix, its new features (n, n_taps * H) and the tokens at one position further on (n,)."""
         c, length, n = self.config, len(one.history), one.n_new
         if one.features is None or tuple(one.features.shape) != (n, len(c.taps), c.target_hidden_size):
@@ -543,7 +331,7 @@ class DartDrafter:
             )
         prefix = self._prefixes.get(one.slot)
         if prefix is None:
-            prefix = _Prefix(c.num_key_value_heads, c.head_dim, self.view.dtype, self.view.device)
+            prefix = Prefix(c.num_key_value_heads, c.head_dim, self.view.dtype, self.view.device)
             self._prefixes[one.slot] = prefix
         if n < 1 or prefix.length != length - 1 - n:
             raise DartspecError(
@@ -570,7 +358,7 @@ class DartDrafter:
         self._feature_norm(residual, out=x[:, H:])
         return residual, x
 
-    def _read(self, prefix: _Prefix, features: Tensor, ids: Tensor) -> None:
+    def _read(self, prefix: Prefix, features: Tensor, ids: Tensor) -> None:
         """Clean rows that predict nothing: keys and values only."""
         c, n, at = self.config, len(ids), prefix.length
         _, x = self._inputs(features, ids)
@@ -581,7 +369,7 @@ class DartDrafter:
         prefix.length += n
 
     def _last_rows(
-        self, prefix: _Prefix, features: Tensor, ids: Tensor, residual_out: Tensor, attended_out: Tensor
+        self, prefix: Prefix, features: Tensor, ids: Tensor, residual_out: Tensor, attended_out: Tensor
     ) -> None:
         """The remaining clean rows and the masks; the last d rows are attended, (d, heads * dim), into the outputs."""
         c, n, at = self.config, len(ids), prefix.length
@@ -600,45 +388,6 @@ class DartDrafter:
         q = turned[n - 1 :, :heads].transpose(0, 1)  # (heads, d, dim)
         out = attend(q[None], keys[None], values[None], None, causal=True, num_threads=self._threads)
         attended_out.copy_(out.view(c.d, heads * dim))
-
-
-def _converted(net: DartNet, dtype: torch.dtype, device: torch.device) -> DartNet:
-    """A copy for decoding: parameters in `dtype` on `device`, d2t untouched."""
-    copy = DartNet(net.config)
-    copy.load_state_dict(net.state_dict())
-    return copy.to(device=device, dtype=dtype).eval().requires_grad_(False)
-
-
-def check_target(config: Config, view: TargetView) -> None:
-    """Refuse a drafter that was trained for another target; warn where only the weights differ."""
-    for what, ours, theirs in (
-        ("a hidden size of", config.target_hidden_size, view.hidden_size),
-        ("layers numbering", config.num_target_layers, view.num_layers),
-        ("a vocabulary of", config.vocab_size, view.vocab_size),
-    ):
-        if ours != theirs:
-            raise DartspecError(
-                f"drafter trained for a target with {what} {ours}, this target has {theirs}: "
-                "use the drafter of this model or train one with `dartspec train`"
-            )
-    if config.hidden_size != view.hidden_size:
-        raise DartspecError(
-            f"drafter of width {config.hidden_size} on a target of width {view.hidden_size}: it reads the target's "
-            "embeddings, so both must be equal"
-        )
-    tokenizer: str | None = getattr(view, "tokenizer_fingerprint", None)
-    if config.tokenizer_fingerprint and tokenizer and config.tokenizer_fingerprint != tokenizer:
-        raise DartspecError(
-            f"drafter trained with tokenizer {config.tokenizer_fingerprint}, the target uses {tokenizer}: "
-            "its token ids mean other text; train a drafter for this tokenizer"
-        )
-    weights: str | None = getattr(view, "weights_fingerprint", None)
-    if config.weights_fingerprint and weights and config.weights_fingerprint != weights:
-        warnings.warn(
-            f"drafter trained for weights {config.weights_fingerprint}, the target has {weights} (fine-tuned?): "
-            "output stays exact, fewer drafts may be accepted",
-            stacklevel=3,
-        )
 
 
 def load(
