@@ -21,14 +21,12 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from table import prompts
 from transformers.generation.streamers import BaseStreamer
 
 import dartspec
 from dartspec.bench.provenance import provenance, save_result
+from dartspec.bench.suites import load_suites
 from dartspec.target.load import load_model
-
-HERE = Path(__file__).parent
 
 
 class FirstToken(BaseStreamer):
@@ -102,8 +100,8 @@ def main() -> None:
         began = time.perf_counter()
         forms["transformers, static compiled"]([5] * 64, 4)
         compile_s = time.perf_counter() - began
-    sets = prompts([HERE / "prompts"], "mt_bench,humaneval,gsm8k,qa,mbpp,translation", -(-a.prompts // 6))
-    turns = [turn for group in zip(*sets.values(), strict=True) for turn in group][: a.prompts]
+    sets = load_suites(["mt_bench", "humaneval", "gsm8k", "qa", "mbpp", "translation"], -(-a.prompts // 6))
+    turns = [p.turns[0] for group in zip(*sets.values(), strict=True) for p in group][: a.prompts]
     times: dict[str, list[float]] = {name: [] for name in forms}
     equal = 0
     for k, turn in enumerate([turns[0], *turns]):

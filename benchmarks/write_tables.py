@@ -1,15 +1,18 @@
 """Writes the tables of README.md and docs/numbers.md from the results in docs/results/, between their marks.
 
-    python benchmarks/write_tables.py
+    python benchmarks/write_tables.py            # write them
+    python benchmarks/write_tables.py --check    # exit code 1 where a page and the results disagree (a test does this)
 
-Reads table-t0.json and table-t08.json (table.py), acceptance.json (table.py --no-plain) and plain.json (plain.py). No
-number in a table is typed by hand.
+A table between <!-- NAME --> and <!-- /NAME --> is of docs/results/NAME.json, as `dartspec bench` or plain.py wrote
+it. No number in a table is typed by hand.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,23 @@ RESULTS = ROOT / "docs" / "results"
 
 def load(name: str) -> dict[str, Any] | None:
     path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    return new_layout(json.loads(path.read_text())) if path.exists() else None
+
+
+def new_layout(result: dict[str, Any]) -> dict[str, Any]:
+    """Results of the script that `dartspec bench run` replaced, as it would have written them; it had no intervals."""
+    if "sets" not in result:
+        return result
+    found = []
+    for suite, r in result["sets"].items():
+        row = {**r, "suite": suite, "method": "dart", "num_runs": r["num_prompts"], "uncut": {"M": r["uncut_M"]}}
+        row["nodes"] = result["config"]["nodes"]
+        if "speed_up" in r:
+            found.append({"suite": suite, "method": "plain", "tokens_per_s": r["tokens_per_s"][0]})
+            row["uncut"]["speed_up"] = [r["uncut_speed_up"]]
+            row |= {"speed_up": [r["speed_up"]], "tokens_per_s": r["tokens_per_s"][1]}
+        found.append(row)
+    return {**result, "rows": found}
 
 
 def rows(header: list[str], body: list[list[str]]) -> str:
@@ -35,44 +54,81 @@ def provenance(result: dict[str, Any], name: str) -> str:
     )
 
 
+def interval(e: list[float], *, bold: bool = False) -> str:
+    value = f"**{e[0]:.2f}x**" if bold else f"{e[0]:.2f}x"
+    return value + (f" [{e[1]:.2f}, {e[2]:.2f}]" if len(e) > 1 else "")
+
+
 def speed(result: dict[str, Any]) -> str:
-    """Per set: M, both times, S with its terms and the bound."""
+    """`bench run` with plain decoding, by set: M, both speeds, S with its interval and terms, the bound."""
+    found = result["rows"]
+    plain = {r["suite"]: r for r in found if r["method"] == "plain"}
+    methods = {r["method"] for r in found} - {"plain"}
+    header = ["set", *(["method"] if len(methods) > 1 else []), "M", "plain, tokens/s", "DART, tokens/s"]
+    header += ["S [95 %]", "M * T_AR / T_round (ms)", "bound", "S, loops kept", "equal texts"]
     body = []
-    for name, r in result["sets"].items():
-        round_ms = sum(r["ms_per_round"].values())
+    for r in found:
+        if "speed_up" not in r:
+            continue
         body.append(
             [
-                f"**{name}**" if name == "all" else name,
+                f"**{r['suite']}**" if r["suite"] == "all" else r["suite"],
+                *([r["method"]] if len(methods) > 1 else []),
                 f"{r['M']:.2f}",
-                f"{r['tokens_per_s'][0]:.0f}",
-                f"{r['tokens_per_s'][1]:.0f}",
-                f"**{r['speed_up']:.2f}x**",
-                f"{r['M']:.2f} * {r['plain_ms']:.1f} / {round_ms:.1f}",
+                f"{plain[r['suite']]['tokens_per_s']:.0f}",
+                f"{r['tokens_per_s']:.0f}",
+                interval(r["speed_up"], bold=True),
+                f"{r['M']:.2f} * {r['plain_ms']:.1f} / {sum(r['ms_per_round'].values()):.1f}",
                 f"{r['bound']:.2f}x",
-                f"{r['uncut_speed_up']:.2f}x",
-                f"{r['num_equal']}/{r['num_prompts']}",
+                f"{r['uncut']['speed_up'][0]:.2f}x",
+                f"{r['num_equal']}/{r['num_runs']}",
             ]
         )
-    header = ["set", "M", "plain, tokens/s", "DART, tokens/s", "S", "M * T_AR / T_round (ms)", "bound"]
-    return rows([*header, "S, loops kept", "equal texts"], body)
-
-
-def stages(result: dict[str, Any]) -> str:
-    r = result["sets"]["all"]
-    s = r["ms_per_round"]
-    return (
-        f"A round: draft {s['draft']:.2f} ms, search {s['search']:.2f} ms, verify {s['verify']:.2f} ms, rest "
-        f"{s['other']:.2f} ms; a plain step {r['plain_ms']:.2f} ms; {result['config']['nodes']} nodes."
+    whole = [r for r in found if "speed_up" in r][-1]
+    m = whole["ms_per_round"]
+    return rows(header, body) + (
+        f"\n\nA round: draft {m['draft']:.2f} ms, search {m['search']:.2f} ms, verify {m['verify']:.2f} ms, rest "
+        f"{m['other']:.2f} ms; a plain step {whole['plain_ms']:.2f} ms; {whole['nodes']:.1f} nodes."
     )
 
 
 def acceptance(result: dict[str, Any]) -> str:
-    sets = {k: v for k, v in result["sets"].items() if k != "all"}
-    body = [[name, f"{r['A']:.2f}", f"{r['M']:.2f}", f"{r['uncut_M']:.2f}"] for name, r in sets.items()]
-    whole = result["sets"]["all"]
-    body.append(["**mean of sets**", "", f"**{whole['mean_of_sets_M']:.2f}**", ""])
-    body.append(["all rounds", f"{whole['A']:.2f}", f"{whole['M']:.2f}", f"{whole['uncut_M']:.2f}"])
+    """`bench run --no-plain`: committed tokens a round by set."""
+    sets = [r for r in result["rows"] if r["suite"] != "all"]
+    (whole,) = (r for r in result["rows"] if r["suite"] == "all")
+    body = [[r["suite"], f"{r['A']:.2f}", f"{r['M']:.2f}", f"{r['uncut']['M']:.2f}"] for r in sets]
+    body.append(["**mean of sets**", "", f"**{sum(r['M'] for r in sets) / len(sets):.2f}**", ""])
+    body.append(["all rounds", f"{whole['A']:.2f}", f"{whole['M']:.2f}", f"{whole['uncut']['M']:.2f}"])
     return rows(["set", "A", "M", "M, loops kept"], body)
+
+
+def load_table(result: dict[str, Any]) -> str:
+    """`bench load`: plain tokens a second, and every tree size against it, by batch."""
+    methods = [m for m in result["config"]["methods"] if m != "plain"]
+    by = {(r["suite"], r["temperature"], r["batch"], r["method"]): r for r in result["rows"]}
+    body = []
+    for e in result["auto"]:
+        cell = e["suite"], e["temperature"], e["batch"]
+        body.append(
+            [
+                f"{e['suite']}, T = {e['temperature']:g}",
+                str(e["batch"]),
+                f"{by[(*cell, 'plain')]['tokens_per_s']:.0f}",
+                *(f"{by[(*cell, m)]['speed_up'][0]:.2f}x" for m in methods if m != e["method"]),
+                interval(e["against_plain"], bold=True),
+                e["best_fixed"].partition("@")[2],
+                interval(e["against_best_fixed"]),
+            ]
+        )
+    sizes = [f"{m.partition('@')[2]} nodes" for m in methods if "@auto" not in m]
+    header = ["set", "batch", "plain, tokens/s", *sizes, "automatic", "best fixed", "automatic against it"]
+    over = "; ".join(
+        f"{name.replace('_', ' ')}: mean {c['mean']:.3f}, worst cell {c['worst']:.3f}, lowest lower bound "
+        f"{c['worst_low']:.3f}"
+        for name, c in result["over_cells"].items()
+        if c
+    )
+    return f"{rows(header, body)}\n\nThe automatic size over all {len(body)} cells, {over}."
 
 
 def plain(result: dict[str, Any]) -> str:
@@ -85,30 +141,47 @@ def plain(result: dict[str, Any]) -> str:
         ]
         for name, r in result["forms"].items()
     ]
-    return rows(["form", "ms a token", "speed against transformers", "range over prompts"], body)
+    table = rows(["form", "ms a token", "speed against transformers", "range over prompts"], body)
+    return f"{table}\n\nCompiling the static form took {result['compile_s']:.0f} s; ours compiles nothing."
 
 
-def main() -> None:
-    made: dict[str, str] = {}
-    for name, table in (
-        ("table-t0", speed),
-        ("table-t08", speed),
-        ("acceptance", acceptance),
-        ("plain", plain),
-    ):
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "table-t0": speed,
+    "table-t08": speed,
+    "acceptance": acceptance,
+    "plain": plain,
+    "load": load_table,
+}
+PAGES = ((ROOT / "README.md", "docs/results"), (ROOT / "docs" / "numbers.md", "results"))
+
+
+def marks(text: str) -> list[str]:
+    """Names of the tables that a page shows."""
+    return re.findall(r"<!-- ([a-z0-9-]+) -->\n", text)
+
+
+def written(path: Path, results: str) -> str:
+    """The page with every table that has a result written anew."""
+    text = path.read_text()
+    for name, table in TABLES.items():
         if (result := load(name)) is not None:
-            more = "\n\n" + stages(result) if table is speed else ""
-            if name == "plain":
-                more = f"\n\nCompiling the static form took {result['compile_s']:.0f} s; ours compiles nothing."
-            made[name] = f"{table(result)}{more}\n\n{provenance(result, name)}"
-    for path, results in ((ROOT / "README.md", "docs/results"), (ROOT / "docs" / "numbers.md", "results")):
-        text = path.read_text()
-        for name, block in made.items():
-            block = block.replace("RESULTS", results)
+            block = f"{table(result)}\n\n{provenance(result, name)}".replace("RESULTS", results)
             mark = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
             text = mark.sub(lambda m, b=block: f"{m[1]}\n{b}\n\n{m[2]}", text)
-        path.write_text(text)
+    return text
+
+
+def main() -> int:
+    new = {path: written(path, results) for path, results in PAGES}
+    stale = [path for path, text in new.items() if text != path.read_text()]
+    if "--check" in sys.argv:
+        for path in stale:
+            print(f"{path} does not say what docs/results/ says: run python benchmarks/write_tables.py")
+        return len(stale) > 0
+    for path in stale:
+        path.write_text(new[path])
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -35,7 +35,18 @@ from dartspec.drafters.dart import Config, DartNet
 from dartspec.errors import DartspecError
 from dartspec.types import RoundRecord, SamplingParams
 
-VERBS = ("demo", "generate", "chat", "train", "doctor", "ngram build", "ngram info", "ngram query")
+VERBS = (
+    "demo",
+    "generate",
+    "chat",
+    "train",
+    "doctor",
+    "ngram build",
+    "ngram info",
+    "ngram query",
+    "bench run",
+    "bench load",
+)
 # times are not asserted: on a busy machine any of these may come
 VERDICT = re.compile(r"(\d+\.\dx: M \d+\.\d, a round costs|no gain: |M \d+\.\d, gain unknown: )")
 EXACT = ("--dtype", "float32", "--nodes", "6")

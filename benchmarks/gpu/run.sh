@@ -8,21 +8,21 @@ out=${OUT:-docs/results/gpu}
 python=${PYTHON:-python3}
 mkdir -p "$out"
 if [ -n "${DRY:-}" ]; then
-  per_set=1 tokens=16 sets="--sets qa,gsm8k"
+  per_set=1 tokens=16 sets="--suite qa --suite gsm8k"
 else
   per_set=10 tokens=128 sets=""
   "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available() and "no CUDA device: use DRY=1")'
 fi
 "$python" -m pytest tests/test_cuda.py -q 2>&1 | tee "$out/tests.log" | tail -1
 for t in 0 1; do
-  # shellcheck disable=SC2086  # $sets is two words or none
-  "$python" benchmarks/table.py --dtype bfloat16 --nodes 59 --per-set "$per_set" --max-tokens "$tokens" $sets \
+  # shellcheck disable=SC2086  # $sets is some words or none
+  "$python" -m dartspec bench run --dtype bfloat16 --nodes 59 --per-set "$per_set" --max-tokens "$tokens" $sets \
     --temperature "$t" --out "$out/table-t$t.json" >"$out/table-t$t.log" 2>&1
 done
 "$python" - "$out" <<'EOF'
 import json, sys
 for t in "01":
     r = json.load(open(f"{sys.argv[1]}/table-t{t}.json"))
-    a, p = r["sets"]["all"], r["provenance"]
-    print(f"T={t}: speed-up {a['speed_up']}x, M {a['M']}, equal {a['num_equal']}/{a['num_prompts']}, {p['gpu'] or p['cpu']}")
+    a, p = r["rows"][-1], r["provenance"]
+    print(f"T={t}: speed-up {a['speed_up']}, M {a['M']}, equal {a['num_equal']}/{a['num_runs']}, {p['gpu'] or p['cpu']}")
 EOF
