@@ -53,12 +53,22 @@ class Window:
         self.starts: list[int] = [0]  # write position of each of them
         self.num_rows = 0  # tokens a sequence (padded)
         self.end = 0  # keys [0, end) are visible
+        self.by_tensor = False  # where to write is known to the device alone
         self._index: tuple[Tensor, Tensor] | None = None
 
     def set(self, first: int, starts: Sequence[int], num_rows: int) -> None:
         self.first, self.starts, self.num_rows = first, list(starts), num_rows
         self.end = max(starts) + num_rows
         self._index = None
+        self.by_tensor = False
+
+    def set_tensors(self, rows: Tensor, positions: Tensor, end: int) -> None:
+        """In place of `set`, where a forward is recorded: `rows` (B, 1) are the first B cache rows, `positions`
+        (B, num_rows) where each token is written, and only their shapes and `end` are part of the recording."""
+        self.first, self.starts, self.num_rows = 0, [0] * len(positions), positions.shape[1]
+        self.end = end
+        self._index = rows, positions
+        self.by_tensor = True
 
     def scatter_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """(B, 1) cache rows and (B, num_rows) positions, for sequences of unequal lengths."""
@@ -85,7 +95,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         """Writes (B, heads, n, D) at each row's position; returns views (B, heads, end, D): nothing is concatenated."""
         w = self._window
         stop = w.first + len(w.starts)
-        if min(w.starts) == max(w.starts):
+        if not w.by_tensor and min(w.starts) == max(w.starts):
             at = w.starts[0]
             self.keys[w.first : stop, :, at : at + w.num_rows] = key_states
             self.values[w.first : stop, :, at : at + w.num_rows] = value_states
@@ -111,11 +121,12 @@ class SlotCache(Cache):  # type: ignore[misc]
     """The keys and values of up to `rows` sequences of at most `capacity` positions each.
 
     `row` arguments are physical rows; which sequence lives in which is the caller's knowledge.
+    spare: positions behind `capacity` that no sequence uses; recorded forwards let padding rows write there.
     """
 
-    def __init__(self, shapes: dict[int, LayerShape], rows: int, capacity: int) -> None:
+    def __init__(self, shapes: dict[int, LayerShape], rows: int, capacity: int, spare: int = 0) -> None:
         self.window = Window()
-        self.capacity = capacity
+        self.rows, self.capacity, self.spare = rows, capacity, spare
         self._groups: list[tuple[Tensor, Tensor]] = []
         members: dict[LayerShape, list[int]] = {}
         for layer, shape in shapes.items():
@@ -124,8 +135,8 @@ class SlotCache(Cache):  # type: ignore[misc]
         for (heads, dk, dv, dtype, device), indices in members.items():
             n = len(indices)
             # zeros, not empty: positions that padding rows look at must hold finite numbers
-            keys = torch.zeros(n, rows, heads, capacity, dk, dtype=dtype, device=device)
-            values = torch.zeros(n, rows, heads, capacity, dv, dtype=dtype, device=device)
+            keys = torch.zeros(n, rows, heads, capacity + spare, dk, dtype=dtype, device=device)
+            values = torch.zeros(n, rows, heads, capacity + spare, dv, dtype=dtype, device=device)
             self._groups.append((keys, values))
             for i, layer in enumerate(indices):
                 layers[layer] = SlotLayer(keys[i], values[i], self.window)
@@ -151,7 +162,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         """Takes over all rows of a cache of the same model that is no larger than this one."""
         for ours, theirs in zip(self._groups, other._groups, strict=True):
             for new, old in zip(ours, theirs, strict=True):
-                new[:, : old.shape[1], :, : old.shape[3]] = old
+                new[:, : other.rows, :, : other.capacity] = old[:, :, :, : other.capacity]
 
     def move_row(self, source: int, target: int, length: int) -> None:
         """Copies one sequence's first `length` positions to another physical row."""

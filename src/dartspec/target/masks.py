@@ -73,11 +73,40 @@ class MaskPlan:
             masks[name] = self._finish(mask[:, None], device)
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
+    def build_tensors(self, start: Tensor, depth: Tensor, tree: Tensor, valid: Tensor, num_keys: int) -> Any:
+        """`build` where everything is a tensor on one device: only shapes and `num_keys` are known to Python, so that
+        it can be recorded once and replayed for other trees.
+
+        start (B,), depth (B, N) int64; tree (B, N, N) bool as in `build`; valid (B, N) bool, false for padding rows,
+        which see key 0 alone. num_keys: keys [0, num_keys) exist, those behind a sequence's tree are hidden.
+        """
+        B, N = depth.shape
+        key = torch.arange(num_keys, device=depth.device)
+        start = start[:, None]
+        node = key - start  # (B, K) the node at each key, where there is one
+        inside = (node >= 0) & (node < N)
+        node = node.clamp(0, N - 1)
+        visible = tree.gather(2, node[:, None].expand(B, N, num_keys)) & inside[:, None]
+        visible |= (key < start)[:, None]
+        first = (key == 0).expand(B, N, num_keys)
+        where = torch.where(inside, start + depth.gather(1, node), key)[:, None]  # a node stands at its depth
+        query = (start + depth)[:, :, None]
+        masks: dict[str, Tensor] = {}
+        for name, (kind, size) in self._kinds.items():
+            mask = visible
+            if kind == "sliding":
+                mask = visible & (query - where < size)
+            elif kind == "chunked":
+                mask = visible & (query // size == where // size)
+            mask = torch.where(valid[:, :, None], mask, first)
+            masks[name] = self._finish(mask[:, None], depth.device)
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
     def _finish(self, mask: Tensor, device: torch.device) -> Tensor:
         if self._additive is None:
             return mask.to(device)
         low = torch.finfo(self._additive).min
-        return torch.zeros(mask.shape, dtype=self._additive).masked_fill_(~mask, low).to(device)
+        return torch.zeros(mask.shape, dtype=self._additive, device=mask.device).masked_fill_(~mask, low).to(device)
 
 
 def tree_tensors(parents: Sequence[Sequence[int]], size: int = 0) -> tuple[Tensor, Tensor]:

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from dartspec.errors import DartspecError
 from dartspec.target.cache import ShapeRecorder, SlotCache
+from dartspec.target.graphs import RecordedForwards, Recorder, default_recorder
 from dartspec.target.masks import MaskPlan, tree_tensors
 from dartspec.types import Scores, TokenTree
 
 FINAL = -1
 """The tap of the last hidden state after the final norm, for heads that read what the target's own head reads."""
 
+MOST_IDLE = 2  # closed sessions that a target keeps: plain decoding's and one drafter's
 PREFILL_CHUNK = 512  # prompt positions a forward; bounds the mask and the activations
 
 
@@ -47,6 +49,7 @@ class Target:
         weights_fingerprint: str | None = None,
     ) -> None:
         self.model = model.eval()
+        self.num_threads = torch.get_num_threads()  # of the CPU kernels, the drafter's too
         self.turn = threading.Lock()  # sessions of several threads take turns, a forward each
         self.name = name
         self.eos_token_ids = eos_token_ids
@@ -79,6 +82,9 @@ class Target:
             )
         self._masks = MaskPlan(self.config, self.dtype if implementation == "eager" else None)
         self._shapes = self._probe()
+        # None: every forward is run operation by operation
+        self.recorder: Recorder | None = default_recorder(self.device)
+        self._idle: list[Session] = []  # closed sessions, whose recordings serve the next of their kind
 
     # -- what a drafter may see (types.TargetView) -------------------------------------------------------------------
 
@@ -92,12 +98,25 @@ class Target:
 
     # ----------------------------------------------------------------------------------------------------------------
 
-    def session(self, num_slots: int, capacity: int, taps: Sequence[int] = ()) -> Session:
-        """Room for `num_slots` sequences of at most `capacity` positions each, tree rows included."""
+    def session(self, num_slots: int, capacity: int, taps: Sequence[int] = (), num_parked: int = 0) -> Session:
+        """Room for `num_slots` sequences of at most `capacity` positions each, tree rows included, and for `num_parked`
+        more that are only kept to be copied (`Session.park`)."""
         for tap in taps:
             if tap != FINAL and not 0 <= tap <= self.num_layers:
                 raise DartspecError(f"tap {tap} asked of {self.name}, which has taps 0 to {self.num_layers}")
-        return Session(self, SlotCache(self._shapes, num_slots, capacity), tuple(taps))
+        if self.recorder is not None:
+            with self.turn:
+                alike = [s for s in self._idle if s.taps == tuple(taps)]
+                self._idle = [s for s in self._idle if s not in alike]
+            for old in alike:
+                if old.has_room(num_slots, capacity) and not num_parked:
+                    return old
+        return Session(self, num_slots, capacity, tuple(taps), num_parked)
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Size of one position's keys and values in all layers."""
+        return sum(s.num_heads * (s.key_width + s.value_width) * s.dtype.itemsize for s in self._shapes.values())
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, positions: Tensor, mask: Any, cache: Any, keep: int = 0) -> Tensor:
@@ -180,24 +199,54 @@ class Session:
     """Sequences in progress: which slot lives in which cache row, and how long each one is.
 
     Active sequences occupy rows 0 to n - 1, so that a forward over all of them reads the cache without gathering.
+    Parked ones lie behind all slots' rows and never move.
     """
 
-    def __init__(self, target: Target, cache: SlotCache, taps: tuple[int, ...]) -> None:
+    def __init__(
+        self, target: Target, num_slots: int, capacity: int, taps: tuple[int, ...], num_parked: int = 0
+    ) -> None:
         self.target = target
         self.taps = taps
-        self._cache = cache
-        self._num_slots = cache.layers[0].keys.shape[0]
+        self._num_slots, self._num_parked = num_slots, num_parked
+        self._parked: dict[int, int] = {}  # slot -> physical row
+        self._recorded: RecordedForwards | None = None
+        self._cache = self._new_cache(capacity)
         self._slots: list[int] = []  # slot of each active row
         self._lengths: list[int] = []  # committed positions of each active row
+
+    def _new_cache(self, capacity: int) -> SlotCache:
+        """A cache for all slots; where forwards are recorded, with a spare position and an even size (masks of a width
+        that is no multiple of 8 are copied by torch's attention)."""
+        target, recorder = self.target, self.target.recorder
+        one_device = len({shape.device for shape in target._shapes.values()}) == 1
+        if recorder is None or not one_device:
+            return SlotCache(target._shapes, self._num_slots + self._num_parked, capacity)
+        cache = SlotCache(target._shapes, self._num_slots + self._num_parked, capacity, spare=64 - capacity % 64)
+        run, masks = self._run_model, target._masks
+        self._recorded = RecordedForwards(run, masks, cache, target.device, bool(self.taps), recorder)
+        return cache
+
+    def has_room(self, num_slots: int, capacity: int) -> bool:
+        return num_slots <= self._num_slots and capacity <= self._cache.capacity
+
+    def close(self) -> None:
+        """All sequences are gone. Where forwards are recorded, the target keeps the session for the next like it."""
+        self._slots.clear()
+        self._lengths.clear()
+        self._parked.clear()
+        if self._recorded is not None:
+            with self.target.turn:
+                self.target._idle = [*(s for s in self.target._idle if s is not self), self][-MOST_IDLE:]
 
     def reserve(self, num_slots: int, capacity: int) -> None:
         """Makes room for at least so many sequences of so many positions; what is there stays. Grows by doubling."""
         have = self._cache.capacity
         if num_slots <= self._num_slots and capacity <= have:
             return
+        assert not self._num_parked, "parked rows do not move"
         if num_slots > self._num_slots:
             self._num_slots = max(num_slots, 2 * self._num_slots)
-        grown = SlotCache(self.target._shapes, self._num_slots, have if capacity <= have else max(capacity, 2 * have))
+        grown = self._new_cache(have if capacity <= have else max(capacity, 2 * have))
         grown.copy_from(self._cache)
         self._cache = grown
 
@@ -212,6 +261,35 @@ class Session:
             raise DartspecError(f"slot {slot} is not free: {len(self._slots)} of {self._num_slots} are in use")
         self._slots.append(slot)
         self._lengths.append(0)
+
+    def length(self, slot: int) -> int:
+        """Committed positions of a sequence."""
+        return self._lengths[self._slots.index(slot)]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Lets `target`, just opened, begin with the first `length` positions of `source`, in progress or parked. The
+        caller sees to it that the source holds so many."""
+        row = self._slots.index(target)
+        self._cache.move_row(self._row(source), row, length)
+        self._lengths[row] = length
+
+    def park(self, slot: int, name: int) -> None:
+        """Keeps a copy of a sequence under another number, in one of the `num_parked` rows."""
+        free = set(range(self._num_slots, self._num_slots + self._num_parked)) - set(self._parked.values())
+        if not free or name in self._parked or name in self._slots:
+            raise DartspecError(
+                f"slot {name} cannot be parked: {len(self._parked)} of {self._num_parked} rows are in use"
+            )
+        row = min(free)
+        self._cache.move_row(self._row(slot), row, self.length(slot))
+        self._parked[name] = row
+
+    def unpark(self, name: int) -> None:
+        """Forgets a parked copy."""
+        del self._parked[name]
+
+    def _row(self, slot: int) -> int:
+        return self._parked[slot] if slot in self._parked else self._slots.index(slot)
 
     def extend(self, slot: int, ids: Sequence[int], features: bool = True) -> Scores:
         """Runs more of a prompt behind what the slot holds, and commits it. Logits of the last position only, (1, V);
@@ -231,10 +309,17 @@ class Session:
         self, slots: Sequence[int], trees: Sequence[TokenTree], done: Sequence[int] = (), features: bool = True
     ) -> list[Scores]:
         """One forward over one tree a sequence; `trees[i]` hangs at the end of `slots[i]`. Nothing is committed yet.
+        Where forwards are recorded (`Target.recorder`), the scores hold until the next call.
 
         done: of each tree, the first nodes that earlier calls since the last `keep` have scored: only the rows behind
         them run and are returned, so that a tree can grow level by level. features: whether they are wanted.
         """
+        if self._recorded is not None and not done:
+            at = [self._slots.index(slot) for slot in slots]
+            with self.target.turn:
+                found = self._recorded.score(at, [self._lengths[row] for row in at], trees, features)
+            if found is not None:
+                return found
         order = sorted(range(len(slots)), key=lambda i: self._slots.index(slots[i]))
         rows = [self._slots.index(slots[i]) for i in order]
         result: dict[int, Scores] = {}
@@ -263,14 +348,21 @@ class Session:
             raise DartspecError(f"slot {slot} holds {self._lengths[row]} positions and cannot be cut to {length}")
         self._lengths[row] = length
 
-    def free(self, slot: int) -> None:
-        """Ends a sequence. The last active row moves into its place."""
+    def free(self, slot: int, last_stays: bool = False) -> None:
+        """Ends a sequence. The last active row moves into its place. last_stays: the one before it does, and the last
+        one stays the last: a sequence whose prompt is still being read should not part those that are decoded."""
         row, last = self._slots.index(slot), len(self._slots) - 1
+        if last_stays and row < last - 1:
+            self._move(last - 1, row)
+            row = last - 1
         if row != last:
-            self._cache.move_row(last, row, self._lengths[last])
-            self._slots[row], self._lengths[row] = self._slots[last], self._lengths[last]
+            self._move(last, row)
         self._slots.pop()
         self._lengths.pop()
+
+    def _move(self, source: int, target: int) -> None:
+        self._cache.move_row(source, target, self._lengths[source])
+        self._slots[target], self._lengths[target] = self._slots[source], self._lengths[source]
 
     def _forward(
         self,
@@ -301,10 +393,18 @@ class Session:
         self._cache.window.set(first, writes, n)
         built = target._masks.build(starts, mask, depth, target.device, done)
         with target.turn:  # hooks would record another thread's forward
-            if not self.taps or not features:
-                return target.forward(ids, positions, built, self._cache, keep), None
-            with target.recording(self.taps) as got:
-                logits = target.forward(ids, positions, built, self._cache, keep)
+            logits, *taps = self._run_model(ids, positions, built, features and bool(self.taps), keep)
+        return logits, taps[0] if taps else None
+
+    def _run_model(
+        self, ids: Tensor, positions: Tensor, mask: Any, features: bool, keep: int = 0
+    ) -> tuple[Tensor, ...]:
+        """The target's forward into this session's cache: logits, and the taps where they are wanted."""
+        target = self.target
+        if not features:
+            return (target.forward(ids, positions, mask, self._cache, keep),)
+        with target.recording(self.taps) as got:
+            logits = target.forward(ids, positions, mask, self._cache, keep)
         return logits, torch.stack([got[t].to(target.device) for t in self.taps], dim=2)
 
 

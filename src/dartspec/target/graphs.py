@@ -1,0 +1,317 @@
+"""The target's forward in fixed shapes, recorded once and replayed: CUDA graphs, and their stand-in on the CPU.
+
+A forward over a few rows is a thousand small kernels; on a GPU starting them takes longer than running them. So trees
+are padded to a few sizes (`Bucket`), all that changes from round to round is written into tensors that stay where they
+are, and the device replays the operations that it was shown. Python runs while recording and never again.
+
+Knows the target's forward, masks and cache. Knows no sampling, no drafter. Nothing here changes a result: padding rows
+write behind all sequences and are seen by nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from dartspec.target.cache import SlotCache
+from dartspec.target.masks import MaskPlan
+from dartspec.tree import ancestor_mask, depths
+from dartspec.types import Scores, TokenTree
+
+ROWS = (1, 5, 9, 17, 33, 61)  # tokens a sequence, root included
+LEAST_KEYS = 256  # keys are counted in this, doubled as often as needed
+MOST_RECORDINGS = 16  # of one cache; the one that was used longest ago goes
+MOST_OUTPUT_BYTES = 2 << 30  # of all recordings of one cache together; a larger forward is not recorded
+_WARM_UPS = 2  # runs before a recording: libraries allocate and choose their algorithms in the first ones
+_ALIGN = 16
+_log = logging.getLogger(__name__)
+
+Run = Callable[[], tuple[Tensor, ...]]
+
+
+class Bucket(NamedTuple):
+    """The shape of one recording: cache rows [0, batch), tokens a sequence, keys that exist, whether taps are read."""
+
+    batch: int
+    rows: int
+    keys: int
+    features: bool
+
+
+class Recording(NamedTuple):
+    """`replay` does again what was recorded, on the same memory; `outputs` then hold the new results."""
+
+    outputs: tuple[Tensor, ...]
+    replay: Callable[[], None]
+
+
+class Recorder(Protocol):
+    """Records a function of no arguments whose inputs are tensors that stay where they are."""
+
+    def record(self, run: Run) -> Recording:
+        """Calls `run` at least once, so its outputs are right already. Raises where it cannot be recorded: it waits for
+        the device, or shapes depend on values."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs, all in one memory pool: what one recording needs only while it runs, the others use too."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def record(self, run: Run) -> Recording:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UPS):
+                run()
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads may allocate meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            outputs = run()
+        graph.replay()  # capturing ran nothing
+        return Recording(outputs, graph.replay)
+
+
+class TapeRecorder:
+    """What a CUDA graph does, by torch's operations on any device: notes each one with its operands and repeats them on
+    the same memory, without the Python that called them. It refuses what a CUDA graph refuses: waiting for a value, and
+    shapes that depend on values. For tests and dry runs: it saves no time.
+
+    It sees torch's operations only. A model that runs our CPU kernels must not be recorded with it.
+    """
+
+    def record(self, run: Run) -> Recording:
+        with _Tape() as tape:
+            outputs = run()
+        return Recording(outputs, tape.replay)
+
+
+class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._steps: list[tuple[Any, Any, Any, list[Tensor | None]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        dynamic = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+        if dynamic and not _is_gather(func, args):
+            raise RuntimeError(f"{func} needs a value from the device while the forward is recorded")
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func._schema.is_mutable:  # again the same operands, again written where they lie
+            self._steps.append((func, args, kwargs, []))
+            return out
+        # the schema does not tell: `reshape` gives a view or a copy. A view lies in memory that is filled already
+        given = {t.untyped_storage()._cdata for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)}
+        made = tree_flatten(out)[0]
+        places = [t if isinstance(t, Tensor) and t.untyped_storage()._cdata not in given else None for t in made]
+        if any(place is not None for place in places):
+            self._steps.append((func, args, kwargs, places))
+        return out
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        for func, args, kwargs, places in self._steps:
+            out = func(*args, **kwargs)
+            for place, new in zip(places, tree_flatten(out)[0] if places else [], strict=True):
+                if place is not None:
+                    place.copy_(new)
+
+
+def _is_gather(func: Any, args: Any) -> bool:
+    """Indexing by numbers; by truth values it would have a shape that depends on them."""
+    if func is not torch.ops.aten.index.Tensor:
+        return False
+    return all(i is None or i.dtype not in (torch.bool, torch.uint8) for i in args[1])
+
+
+class Staged:
+    """Named tensors in one block of memory, twice: `host`, pinned, filled by Python, and `device`, filled by `send` in
+    one copy that nobody waits for."""
+
+    def __init__(self, device: torch.device, fields: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        sizes = {n: torch.Size(shape).numel() * dtype.itemsize for n, (shape, dtype) in fields.items()}
+        total = sum(-(-size // _ALIGN) * _ALIGN for size in sizes.values())
+        self._is_cuda = device.type == "cuda"
+        self._here = torch.zeros(total, dtype=torch.uint8, pin_memory=self._is_cuda)
+        self._there = torch.zeros(total, dtype=torch.uint8, device=device)
+        self._sent: torch.cuda.Event | None = None
+        self.host: dict[str, Tensor] = {}
+        self.device: dict[str, Tensor] = {}
+        at = 0
+        for name, (shape, dtype) in fields.items():
+            for block, views in ((self._here, self.host), (self._there, self.device)):
+                views[name] = block[at : at + sizes[name]].view(dtype).view(shape)
+            at += -(-sizes[name] // _ALIGN) * _ALIGN
+
+    def wait(self) -> None:
+        """Until the last copy has left `host`, which may then be written again."""
+        if self._sent is not None:
+            self._sent.synchronize()
+
+    def send(self) -> None:
+        self._there.copy_(self._here, non_blocking=True)
+        if self._is_cuda:
+            self._sent = self._sent or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._sent.record()
+
+
+class _Recorded(NamedTuple):
+    inputs: Staged
+    recording: Recording
+    num_bytes: int
+
+
+class RecordedForwards:
+    """The forwards over trees of one session's cache. Made anew when the cache is.
+
+    forward:  `(ids (B, N), positions (B, N), mask, features) -> (logits (B, N, V),)`, with (B, N, n_taps, H) behind it
+              where features are wanted: the target's own, which reads and writes `cache`.
+    has_taps: whether `forward` can return features.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Tensor, Tensor, Any, bool], tuple[Tensor, ...]],
+        masks: MaskPlan,
+        cache: SlotCache,
+        device: torch.device,
+        has_taps: bool,
+        recorder: Recorder,
+    ) -> None:
+        self._forward, self._masks, self._cache, self._device = forward, masks, cache, device
+        self._has_taps, self._recorder = has_taps, recorder
+        self._recorded: OrderedDict[Bucket, _Recorded] = OrderedDict()
+        self._too_large: set[Bucket] = set()
+        self.failure: str | None = None  # why nothing is recorded any more
+
+    @property
+    def num_bytes(self) -> int:
+        """What the recordings' results hold."""
+        return sum(r.num_bytes for r in self._recorded.values())
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The recordings there are, the one used last at the end."""
+        return list(self._recorded)
+
+    def score(
+        self, rows: Sequence[int], starts: Sequence[int], trees: Sequence[TokenTree], features: bool
+    ) -> list[Scores] | None:
+        """`Session.score` for trees at cache rows `rows` whose committed lengths are `starts`; None where no recording
+        serves: the trees are too large, or recording failed.
+
+        The scores lie in the recording's memory: they hold until the next call.
+        """
+        bucket = self._bucket(rows, starts, trees, features and self._has_taps)
+        if self.failure is not None or bucket is None or bucket in self._too_large:
+            return None
+        found = self._recorded.get(bucket)
+        if found is None:
+            found = self._record(bucket, rows, starts, trees)
+            if found is None:
+                return None
+        else:
+            self._recorded.move_to_end(bucket)
+            self._fill(found.inputs, rows, starts, trees)
+            found.recording.replay()
+        logits, *taps = found.recording.outputs
+        return [
+            Scores(logits[row, : len(t.tokens)], taps[0][row, : len(t.tokens)] if taps else None)
+            for row, t in zip(rows, trees, strict=True)
+        ]
+
+    def _bucket(
+        self, rows: Sequence[int], starts: Sequence[int], trees: Sequence[TokenTree], features: bool
+    ) -> Bucket | None:
+        needed = max(len(t.tokens) for t in trees)
+        size = next((n for n in ROWS if n >= needed), None)
+        if size is None:
+            return None
+        batch = 1
+        while batch <= max(rows):
+            batch *= 2
+        end, most = max(s + len(t.tokens) for s, t in zip(starts, trees, strict=True)), self._cache.capacity
+        if end > most:
+            return None  # the plain path says so in a sentence
+        keys = LEAST_KEYS
+        while keys < end:
+            keys *= 2
+        return Bucket(min(batch, self._cache.rows), size, min(keys, most + self._cache.spare), features)
+
+    def _record(
+        self, bucket: Bucket, rows: Sequence[int], starts: Sequence[int], trees: Sequence[TokenTree]
+    ) -> _Recorded | None:
+        B, N = bucket.batch, bucket.rows
+        inputs = Staged(
+            self._device,
+            {
+                "ids": ((B, N), torch.int64),
+                "depth": ((B, N), torch.int64),
+                "start": ((B,), torch.int64),
+                "count": ((B,), torch.int64),
+                "tree": ((B, N, N), torch.bool),
+            },
+        )
+        self._fill(inputs, rows, starts, trees)
+        try:
+            recording = self._recorder.record(lambda: self._run(bucket, inputs.device))
+        except Exception as error:
+            # a model may ask for a value half-way; nothing is lost but time
+            self.failure = (
+                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else 'no reason'}"
+            )
+            _log.warning("the target's forwards are run one by one, for recording one failed (%s)", self.failure)
+            self._recorded.clear()
+            return None
+        made = _Recorded(inputs, recording, sum(t.numel() * t.itemsize for t in recording.outputs))
+        if made.num_bytes > MOST_OUTPUT_BYTES:
+            self._too_large.add(bucket)
+        else:
+            self._recorded[bucket] = made
+            while len(self._recorded) > MOST_RECORDINGS or self.num_bytes > MOST_OUTPUT_BYTES:
+                self._recorded.popitem(last=False)
+        return made
+
+    def _fill(self, inputs: Staged, rows: Sequence[int], starts: Sequence[int], trees: Sequence[TokenTree]) -> None:
+        inputs.wait()
+        host = {name: view.numpy() for name, view in inputs.host.items()}
+        host["count"].fill(0)  # a cache row without a tree is padding
+        for row, start, t in zip(rows, starts, trees, strict=True):
+            n = len(t.tokens)
+            host["start"][row], host["count"][row] = start, n
+            host["ids"][row, :n] = t.tokens.numpy()
+            host["depth"][row, :n] = depths(t).numpy()
+            host["tree"][row].fill(False)
+            host["tree"][row, :n, :n] = ancestor_mask(t).numpy()
+        inputs.send()
+
+    def _run(self, bucket: Bucket, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """What is recorded: padding told apart, masks, write positions, and the target's forward."""
+        B, N = bucket.batch, bucket.rows
+        node = torch.arange(N, device=self._device)
+        valid = node < given["count"][:, None]  # (B, N)
+        start, depth = given["start"], torch.where(valid, given["depth"], 0)
+        ids = torch.where(valid, given["ids"], 0)
+        positions = torch.where(valid, start[:, None] + depth, 0)
+        writes = torch.where(valid, start[:, None] + node, self._cache.capacity)
+        mask = self._masks.build_tensors(start, depth, given["tree"], valid, bucket.keys)
+        cache_rows = torch.arange(B, device=self._device)[:, None]
+        self._cache.window.set_tensors(cache_rows, writes, bucket.keys)
+        return self._forward(ids, positions, mask, bucket.features)
+
+
+def default_recorder(device: torch.device) -> Recorder | None:
+    """CUDA graphs on a CUDA device, nothing elsewhere."""
+    return CudaRecorder(device) if device.type == "cuda" else None
