@@ -181,6 +181,48 @@ def load(
         _run("load", config, o.Loading(model, "none", "auto", "0", dtype, device, None, fast), out, dry_run, term)
 
 
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(help="Result of bench run or load.", show_default=False)],
+    after: Annotated[Path, typer.Argument(help="The later one.", show_default=False)],
+    tolerance: Annotated[float, typer.Option(help="A change of less than this share is no regression.")] = 0.01,
+    json: JsonOption = False,
+    no_color: o.NoColorOption = False,
+    debug: o.DebugOption = False,
+) -> None:
+    """What changed between two results; exit code 1 when something got worse by more than noise.
+
+    Compared is the speed-up over the plain decoding of the same run (M where there is none), over the prompts that both
+    runs hold. Intervals hold for all rows together.
+
+    \b
+    Examples:
+      dartspec bench compare before.json after.json
+      dartspec bench compare docs/results/table-t0.json mine.json --tolerance 0.03
+    """
+    from dartspec.bench.compare import compare as compared
+    from dartspec.bench.compare import read
+
+    term = Terminal(json=json, no_color=no_color)
+    result = compared(read(before), read(after), tolerance)
+    table = Table("set", "T", "batch", "method", "prompts", box=box.SIMPLE_HEAD)
+    for name in ("speed-up", "M", "tokens/s", "unequal texts", ""):
+        table.add_column(name, justify="right")
+    for r in result["rows"]:
+        ratios = [_interval(r[k]) if k in r else "" for k in ("speed_up", "M", "tokens_per_s")]
+        style = {"worse": "red", "better": "green"}.get(r["verdict"])
+        unequal = f"{r['num_unequal'][0]} -> {r['num_unequal'][1]}" if any(r["num_unequal"]) else ""
+        where = r["suite"], f"{r['temperature']:g}", str(r["batch"]), r["method"], str(r["num_units"])
+        table.add_row(*where, *ratios, unequal, r["verdict"], style=style)
+    _print(table, term)
+    for name, (old, new) in result["facts_changed"].items():
+        term.note(f"{name}: {old} -> {new}")
+    term.say(f"{result['num_worse']} rows worse, {result['num_better']} better, of {len(result['rows'])}")
+    _last_line(result)
+    if result["num_worse"]:
+        raise typer.Exit(1)
+
+
 def _run(kind: str, config: RunConfig, loading: o.Loading, out: Path | None, dry_run: bool, term: Terminal) -> None:
     """Both verbs: the cells, the journal, the result, the table."""
     from dataclasses import replace
