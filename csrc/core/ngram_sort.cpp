@@ -460,7 +460,8 @@ class Sorter final : public GramSorter {
     return n;
   }
 
-  void add_document(std::span<const std::int32_t> tokens, std::uint64_t first, std::uint64_t weight) override {
+  void add_document(std::span<const std::int32_t> tokens, std::uint64_t first, std::uint64_t last,
+                    std::uint64_t weight) override {
     if (weight == 0) throw Error("weight is 0, expected at least 1");
     std::uint32_t highest = 0;
     for (std::int32_t token : tokens) highest = std::max(highest, static_cast<std::uint32_t>(token));
@@ -468,9 +469,10 @@ class Sorter final : public GramSorter {
       for (std::int32_t token : tokens) check(token);
     const bool in_line = weight <= static_cast<std::uint64_t>(std::min<Word>(mask_, UINT32_MAX));
     const std::size_t n = tokens.size(), order = static_cast<std::size_t>(layout_.order);
-    for (std::size_t i = std::min<std::size_t>(first, n); i < n;) {
+    last = std::min<std::uint64_t>(last, n);
+    for (std::size_t i = std::min<std::size_t>(first, last); i < last;) {
       // a weight too large for a word's free bits goes into entries, which take more room
-      const std::size_t end = std::min(n, i + (in_line ? room() : std::min<std::size_t>(room(), big_room())));
+      const std::size_t end = std::min<std::size_t>(last, i + (in_line ? room() : std::min<std::size_t>(room(), big_room())));
       Word key = 0;
       for (std::size_t p = std::min(n, end + order - 1); p-- > end;) key = longer(key, tokens[p]);
       if (in_line) {

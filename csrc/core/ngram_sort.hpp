@@ -66,9 +66,13 @@ class GramSorter {
   virtual ~GramSorter() = default;
 
   virtual GramProgress progress() const = 0;  // of what was added, or taken up
-  // Counts every gram that starts at tokens[first] or behind, `weight` times. A document with a token outside the
-  // vocabulary is refused and leaves no trace.
-  virtual void add_document(std::span<const std::int32_t> tokens, std::uint64_t first, std::uint64_t weight) = 0;
+  // Counts every gram that starts at tokens[first] up to, not including, tokens[last], `weight` times; what lies behind
+  // `last` ends these grams. A document with a token outside the vocabulary is refused and leaves no trace.
+  virtual void add_document(std::span<const std::int32_t> tokens, std::uint64_t first, std::uint64_t last,
+                            std::uint64_t weight) = 0;
+  void add_document(std::span<const std::int32_t> tokens, std::uint64_t first, std::uint64_t weight) {
+    add_document(tokens, first, tokens.size(), weight);
+  }
   virtual void add_gram(std::span<const std::int32_t> gram, std::uint64_t count) = 0;  // to it and to its prefixes
   virtual void spill() = 0;  // what was added lies in the folder when this returns
   // All that was added, as one file for another sorter's add_run(): counted `weight` times there. The identity says

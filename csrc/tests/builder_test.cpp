@@ -184,6 +184,18 @@ int main() {
     fs::remove_all(kFolder);
   }
 
+  {  // a long document in pieces, each with the beginning of the next behind it
+    auto sorter = GramSorter::make(options_of(3, 50, 5, 1, false));
+    const Ids& d = documents[0];
+    for (std::size_t at = 0; at < d.size(); at += 100) {
+      const std::size_t size = std::min<std::size_t>(102, d.size() - at);
+      sorter->add_document(std::span(d).subspan(at, size), 0, 100, 1);
+    }
+    Collect found;
+    sorter->merge(1, found);
+    CHECK(found.counts == twin({d}, {1}, 3, 5, 1));
+    CHECK(sorter->progress().positions == d.size());
+  }
   {  // grams counted elsewhere; refusals leave no trace
     auto sorter = GramSorter::make(options_of(3, 50, 5, 1, false));
     sorter->add_gram(Ids{1, 2, 3}, 4);
