@@ -15,6 +15,7 @@ import torch
 
 import tiny
 from dartspec.drafters import dart
+from dartspec.drafters._train import default_taps
 from dartspec.drafters.dart import DartNet
 from dartspec.errors import DartspecError
 from dartspec.target.target import Target
@@ -23,7 +24,7 @@ from dartspec.train.data import Example, read_examples
 from dartspec.train.evaluate import evaluate
 from dartspec.train.features import StateCache, cache_info
 from dartspec.train.loop import Trainer, learning_rate, sequence_at
-from dartspec.train.run import TargetStates, default_taps, train
+from dartspec.train.run import TargetStates, train
 from dartspec.types import Committed
 
 
@@ -384,7 +385,7 @@ def test_training_and_serving_agree_on_one_sequence(config: TrainConfig) -> None
 
     held = prepare_held_out([example], [states], t, 1)
     head = tiny.model("llama").get_output_embeddings().weight.detach()[net.target_ids()]
-    report = evaluate(net, held, t, head, torch.float32)
+    report = evaluate(dart.loss, net, held, t, config.taps, head, torch.float32)
     d, length = net.config.d, len(example.ids)
     ids = torch.tensor(example.ids)
     hits, counts = [0] * d, [0] * d

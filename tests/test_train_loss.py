@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dartspec.train.batch import Drawn, batch_loss, count_valid, rows_of, targets_of
+from dartspec.drafters import dart
+from dartspec.drafters._train import Predicted
+from dartspec.train.batch import Drawn, Sequences, Step, TrainBatch
 from dartspec.train.data import Example
 from dartspec.train.features import States
 from dartspec.train.loss import Teacher, draft_loss
@@ -22,7 +24,8 @@ def example(length: int, num_prompt: int, seed: int, view: View, first: list[int
     features = torch.randn(length, 3, HIDDEN, generator=generator)
     final = torch.randn(length, HIDDEN, generator=generator)
     states = States(features, final, torch.logsumexp(view.lm_head(final), -1))
-    return Drawn(Example(ids, num_prompt), states, torch.tensor(first), torch.tensor(anchors))
+    rows = [torch.tensor(r, dtype=torch.int64) for r in (first, anchors)]
+    return Drawn(Example(ids, num_prompt), states, *rows)
 
 
 def batch(view: View) -> list[Drawn]:
@@ -52,21 +55,21 @@ def reference_loss(drawn: list[Drawn], net: torch.nn.Module, view: View) -> Tens
     )
 
 
-def our_loss(drawn: list[Drawn], net: torch.nn.Module, view: View, counts: Tensor, chunk: int = 256) -> Tensor:
-    d = net.config.d
-    targets = targets_of(drawn, d)
-    weight = GAMMA ** torch.arange(d, dtype=torch.float32) / counts.clamp(min=1)
+def our_step(
+    drawn: list[Drawn], net: torch.nn.Module, view: View, counts: Tensor | None = None, chunk: int = 256
+) -> Step:
+    c = net.config
     head = view.table[net.target_ids()]
-    rows = rows_of(drawn, view.embed, torch.float32)
-    return batch_loss(net, rows, targets, head, weight, chunk=chunk).loss
+    batch = TrainBatch(drawn, view, c.taps, c.taps, torch.float32, head, c.d, GAMMA, chunk=chunk, counts=counts)
+    step: Step = dart.loss(net, batch)  # type: ignore[arg-type]
+    return step
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 256])
 def test_value_and_gradients_equal_the_dense_twin(chunk: int) -> None:
     net, view = random_net(config()), View()
     drawn = batch(view)
-    counts = count_valid(targets_of(drawn, net.config.d), net.config.d)
-    got, wanted = our_loss(drawn, net, view, counts, chunk), reference_loss(drawn, net, view)
+    got, wanted = our_step(drawn, net, view, chunk=chunk).loss, reference_loss(drawn, net, view)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     names, parameters = zip(*net.named_parameters(), strict=True)
     ours = torch.autograd.grad(got, parameters)
@@ -79,14 +82,13 @@ def test_value_and_gradients_equal_the_dense_twin(chunk: int) -> None:
 def test_accumulation_normalises_over_the_whole_update() -> None:
     net, view = random_net(config()), View()
     drawn = batch(view)
-    d = net.config.d
-    counts = count_valid(targets_of(drawn, d), d)
-    each = [count_valid(targets_of([one], d), d) for one in drawn]
+    counts = our_step(drawn, net, view).counts
+    each = [our_step([one], net, view).counts for one in drawn]
     assert not torch.equal(each[0], each[1])  # else the control below would prove nothing
-    together = our_loss(drawn, net, view, counts)
-    apart = our_loss(drawn[:1], net, view, counts) + our_loss(drawn[1:], net, view, counts)
+    together = our_step(drawn, net, view).loss
+    apart = our_step(drawn[:1], net, view, counts).loss + our_step(drawn[1:], net, view, counts).loss
     torch.testing.assert_close(together, apart, rtol=1e-6, atol=1e-6)
-    wrong = (our_loss(drawn[:1], net, view, each[0]) + our_loss(drawn[1:], net, view, each[1])) / 2
+    wrong = (our_step(drawn[:1], net, view).loss + our_step(drawn[1:], net, view).loss) / 2
     assert abs((wrong - together).item()) > 1e-3
 
 
@@ -116,25 +118,37 @@ def test_no_loss_where_nothing_is_predicted_in_the_answer() -> None:
     """A teacher at a position that carries no loss may be anything, NaN included."""
     net, view = random_net(config()), View()
     drawn = batch(view)
-    d = net.config.d
-    counts = count_valid(targets_of(drawn, d), d)
-    before = our_loss(drawn, net, view, counts)
+    before = our_step(drawn, net, view).loss
     one = drawn[0]
     assert one.example.num_prompt == 6
     final, norm = one.states.final.clone(), one.states.log_norm.clone()
     final[:5], norm[:5] = float("nan"), float("nan")  # the first answer token's teacher is position 5
     broken = [one._replace(states=one.states._replace(final=final, log_norm=norm)), drawn[1]]
-    assert torch.equal(our_loss(broken, net, view, counts), before)
+    assert torch.equal(our_step(broken, net, view).loss, before)
     final[5] = float("nan")
-    assert bool(torch.isnan(our_loss(broken, net, view, counts)))
+    assert bool(torch.isnan(our_step(broken, net, view).loss))
 
 
 def test_the_teacher_of_offset_t_is_the_target_at_j_plus_t() -> None:
     view = View()
-    drawn = [example(14, 6, 1, view, [4, 7], [8])]
-    targets = targets_of(drawn, 4)
-    assert targets.position.tolist() == [5, 8, 10, 11, 12]
-    assert targets.offset.tolist() == [1, 1, 2, 3, 4]
-    assert targets.valid.tolist() == [True] * 5
-    late = targets_of([example(14, 6, 1, view, [12], [10, 12])], 4)
-    assert late.valid.tolist() == [False, True, False, False, False, False, False]
+    net = random_net(config())
+    seen: list[tuple[list[int], list[int], list[bool]]] = []
+
+    class Asked(Sequences):
+        def loss(self, predicted: list[Predicted]) -> None:
+            for p in predicted:
+                position, valid = self.taught(p)
+                seen.append((p.offset.tolist(), position.tolist(), valid.tolist()))
+
+    def ask(length: int, num_prompt: int, first: list[int], anchors: list[int]) -> None:
+        # another sequence before it: positions count over both
+        drawn = [example(5, 2, 3, view, [], []), example(length, num_prompt, 1, view, first, anchors)]
+        dart.loss(net, Asked(drawn, view, net.config.taps, net.config.taps, torch.float32))
+
+    ask(14, 6, [4, 7], [8])
+    assert seen[0] == ([1, 1, 2, 3, 4, 5], [10, 13, 15, 16, 17, 18], [True] * 6)
+    ask(14, 6, [12], [10, 12])
+    assert seen[1][1] == [18, 17, 18, 18, 18, 18, 18, 18, 18]
+    assert seen[1][2] == [False, True, False, False, False, False, False, False, False]
+    ask(14, 6, [3, 4], [])
+    assert seen[2][2] == [False, True]  # row 4 knows the last of the prompt and predicts the first of the answer

@@ -180,6 +180,7 @@ class DraftNet(nn.Module):
     """
 
     config_class: ClassVar[type[NetConfig]]
+    by_vocabulary: ClassVar[tuple[str, ...]] = ("lm_head.weight",)  # tensors with a row for each draft id
     config: NetConfig
     d2t: Tensor
 

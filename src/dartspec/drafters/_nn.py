@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from dartspec import _core
 from dartspec.drafters._checkpoint import LayerConfig
+from dartspec.errors import DartspecError
+from dartspec.types import Committed
 
 
 class RMSNorm(nn.Module):
@@ -276,3 +278,47 @@ class Prefix:
             new = old.new_empty(heads, max(length, 2 * capacity, 256), dim)
             new[:, : self.length] = old[:, : self.length]
             setattr(self, name, new)
+
+    def beginning(self, length: int) -> Prefix:
+        """A copy of the first `length` rows."""
+        heads, _, dim = self.keys.shape
+        made = Prefix(heads, dim, self.keys.dtype, self.keys.device)
+        made.reserve(length)
+        made.keys[:, :length], made.values[:, :length] = self.keys[:, :length], self.values[:, :length]
+        made.length = length
+        return made
+
+
+class RopeTable:
+    """Rotary tables of all positions so far, grown by doubling."""
+
+    def __init__(self, head_dim: int, theta: float, device: torch.device) -> None:
+        self._head_dim, self._theta, self._device = head_dim, theta, device
+        self.reserve(0)
+
+    def reserve(self, length: int) -> None:
+        positions = torch.arange(length, device=self._device)
+        self.cos, self.sin = rope_table(positions, self._head_dim, self._theta)  # (length, head_dim) float32
+
+    def turn(self, x: Tensor, positions: Tensor) -> Tensor:
+        """(n, heads, head_dim) at (n,) positions, rotated."""
+        if (most := int(positions.max()) + 1) > len(self.cos):
+            self.reserve(max(most, 2 * len(self.cos), 512))
+        return rotate(x, self.cos[positions][:, None], self.sin[positions][:, None])
+
+
+def news(one: Committed, num_read: int, taps: int, width: int) -> tuple[Tensor, Tensor]:
+    """What a sequence learned: features (n, taps * width) and the tokens at one position further on (n,).
+
+    Refused where rows are missing between what the drafter has read (`num_read`) and what is new.
+    """
+    length, n = len(one.history), one.n_new
+    if one.features is None or tuple(one.features.shape) != (n, taps, width):
+        found = None if one.features is None else list(one.features.shape)
+        raise DartspecError(f"the drafter wants features of shape {[n, taps, width]} for {n} new tokens, found {found}")
+    if n < 1 or num_read != length - 1 - n:
+        raise DartspecError(
+            f"slot {one.slot}: {n} new of {length} committed tokens, but the drafter has read {num_read} rows; "
+            "reset the slot and give every position since the start"
+        )
+    return one.features.flatten(1), one.history[length - n :]

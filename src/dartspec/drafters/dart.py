@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,10 @@ from dartspec.drafters._nn import (
     rotate,
     use_core,
 )
+from dartspec.drafters._train import Batch, Predicted, Start, copy_head, default_taps, draw, start_fused
 from dartspec.errors import DartspecError
 from dartspec.target.attention import attend
+from dartspec.tree import root_only
 from dartspec.types import Committed, TargetView, TokenTree
 
 if TYPE_CHECKING:
@@ -199,6 +201,50 @@ class DartNet(DraftNet):
         return hidden[:n], hidden[n:].view(len(flat_anchor), m, -1)
 
 
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+def start(s: Start) -> DartNet:
+    """Fresh weights: the target's last layer where it fits, its head rows, masks as small noise, the rest at random."""
+    net = DartNet(s.config(Config, () if s.taps else default_taps(s.num_layers)))
+    generator = draw(net, s)
+    start_fused(net.layer, net.fc, s)
+    copy_head(net.lm_head.weight, s)
+    with torch.no_grad():
+        for p in (net.mask_embedding, net.mask_features):
+            p.normal_(0.0, 0.02, generator=generator)
+    return net
+
+
+def read(folder: Path) -> DartNet:
+    return DartNet.from_folder(folder)
+
+
+def loss(net: DartNet, batch: Batch) -> Any:
+    """Offset 1 at the `first` rows, offsets 2..d at a group of masks behind each anchor."""
+    sequences, starts, d = batch.sequences, batch.starts, net.config.d
+    rows = SharedRows(
+        torch.cat([s.features[:-1].flatten(1) for s in sequences]),
+        batch.embed(torch.cat([s.ids[1:] for s in sequences])),
+        [len(s.ids) - 1 for s in sequences],
+        [s.first for s in sequences],
+        [s.anchors for s in sequences],
+    )
+    first, masks = net.shared_forward(rows)
+    first_row = torch.cat([base + s.first for s, base in zip(sequences, starts, strict=True)])
+    anchor = torch.cat([base + s.anchors for s, base in zip(sequences, starts, strict=True)])
+    return batch.loss(
+        [
+            Predicted(
+                torch.cat((first, masks.flatten(0, 1))),
+                net.lm_head.weight,
+                torch.cat((first_row, anchor.repeat_interleave(d - 1))),
+                torch.cat((torch.ones_like(first_row), torch.arange(2, d + 1).repeat(len(anchor)))),
+            )
+        ]
+    )
+
+
 # --- decoding -------------------------------------------------------------------------------------------------------
 
 
@@ -228,7 +274,7 @@ class DartDrafter:
         dtype, device = view.dtype, view.device
         with torch.no_grad():
             net = net.converted(dtype, device)
-            threads = torch.get_num_threads()
+            threads: int = getattr(view, "num_threads", torch.get_num_threads())
             packed = use_core(device, dtype)
             self._threads = threads
             attn, layer = net.layer.self_attn, net.layer
@@ -258,12 +304,20 @@ class DartDrafter:
         for slot in slots:
             self._prefixes.pop(slot, None)
 
+    def fork(self, source: int, target: int, length: int) -> None:
+        """See `types.Forks`: row p holds the features of position p and the token at p + 1."""
+        prefix = self._prefixes[source]
+        if length > prefix.length:
+            raise DartspecError(f"slot {source} has read {prefix.length} rows, {length} of them were asked for")
+        self._prefixes[target] = prefix.beginning(length)
+
     def propose(self, new: Sequence[Committed], budget: Sequence[int]) -> list[TokenTree]:
         """One tree a sequence. `new[i].features` are the target's states at `taps`, unnormed, as hooks gave them."""
         from dartspec.lattice import MOST_CONTEXT, build_tree
 
-        if not new:
-            return []
+        if not any(budget):
+            self._read_all(new)
+            return [root_only(int(one.history[-1])) for one in new]
         log_probs, tokens = self.lattice(new)
         began = time.perf_counter()
         trees = []
@@ -305,8 +359,8 @@ class DartDrafter:
         width = c.num_attention_heads * c.head_dim
         attended = torch.empty(len(new) * d, width, dtype=self.view.dtype, device=self.view.device)
         residual = torch.empty(len(new) * d, c.hidden_size, dtype=self.view.dtype, device=self.view.device)
-        for i, one in enumerate(new):
-            prefix, features, ids = self._take(one)
+        taken = [self._take(one) for one in new]  # all are looked at before any is changed
+        for i, (prefix, features, ids) in enumerate(taken):
             done = 0
             while (left := len(ids) - done) > FEW_ROWS:  # the last row stays: it is one of the d that predict
                 chunk = slice(done, done + min(PREFILL_ROWS, left - 1))
@@ -319,6 +373,14 @@ class DartDrafter:
         x += self._mlp(self._mlp_norm(x))
         x = self._final_norm(x)
         return self._final_norm(x) if c.final_norm_twice else x
+
+    @torch.inference_mode()
+    def _read_all(self, new: Sequence[Committed]) -> None:
+        """Reads what sequences learned, drafting nothing."""
+        for one in new:
+            prefix, features, ids = self._take(one)
+            for at in range(0, len(ids), PREFILL_ROWS):
+                self._read(prefix, features[at : at + PREFILL_ROWS], ids[at : at + PREFILL_ROWS])
 
     def _take(self, one: Committed) -> tuple[Prefix, Tensor, Tensor]:
         """The sequence's prefix, its new features (n, n_taps * H) and the tokens at one position further on (n,)."""

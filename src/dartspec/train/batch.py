@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dartspec.drafters.dart import DartNet, SharedRows
+from dartspec.drafters._checkpoint import FINAL
+from dartspec.drafters._train import Predicted, Rows
+from dartspec.errors import DartspecError
 from dartspec.train.data import Example, loss_mask
 from dartspec.train.features import States
 from dartspec.train.loss import Teacher, draft_loss
+from dartspec.types import TargetView
 
 
 class Drawn(NamedTuple):
@@ -20,7 +23,7 @@ class Drawn(NamedTuple):
     example: Example
     states: States
     first: Tensor  # (R,) int64 rows whose offset 1 is trained
-    anchors: Tensor  # (A,) int64 rows that a mask group follows
+    anchors: Tensor  # (A,) int64 rows whose later offsets are trained
 
 
 def draw_rows(
@@ -42,57 +45,56 @@ def _some(valid: Tensor, most: int, generator: torch.Generator) -> Tensor:
     return rows
 
 
-class Targets(NamedTuple):
-    """For every predicted row: its teacher's row, its offset, and whether it counts.
+def select_taps(states: States, kept: Sequence[int], wanted: Sequence[int]) -> Tensor:
+    """(T, len(wanted), H) of states that were kept at the taps `kept`, and after the final norm."""
+    if tuple(kept) == tuple(wanted):
+        return states.features
+    if missing := sorted(set(wanted) - {*kept, FINAL}):
+        raise DartspecError(f"the drafter reads tap {missing[0]}, the states hold taps {list(kept)} and the last one")
+    return torch.stack([states.final if t == FINAL else states.features[:, list(kept).index(t)] for t in wanted], dim=1)
 
-    Rows stand in the order of `DartNet.shared_forward`: all first rows, then the masks, group by group.
+
+class Sequences:
+    """Drawn examples as a method sees them (`drafters._train.Batch`, but for `loss`).
+
+    kept: taps of the states. taps: the method's. dtype: of the forward.
     """
 
-    final: Tensor  # (U, H) teacher states of all sequences, end to end
-    log_norm: Tensor  # (U,)
-    position: Tensor  # (n,) int64 into `final`
-    offset: Tensor  # (n,) int64, 1..d
-    valid: Tensor  # (n,) bool
+    def __init__(
+        self, drawn: Sequence[Drawn], view: TargetView, kept: Sequence[int], taps: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        self.drawn, self.view, self.dtype = drawn, view, dtype
+        self.sequences = [
+            Rows(torch.tensor(d.example.ids), select_taps(d.states, kept, taps).to(dtype), d.first, d.anchors)
+            for d in drawn
+        ]
+        lengths = torch.tensor([0, *(len(d.example.ids) for d in drawn)])
+        self.starts: list[int] = lengths.cumsum(0)[:-1].tolist()
+        self._end = torch.cat([base + torch.full((n,), n) for base, n in self._spans()])  # by row: its sequence's end
+        self._answer = torch.cat(
+            [torch.full((n,), base + d.example.num_prompt) for (base, n), d in zip(self._spans(), drawn, strict=True)]
+        )
 
+    def _spans(self) -> list[tuple[int, int]]:
+        return [(base, len(d.example.ids)) for base, d in zip(self.starts, self.drawn, strict=True)]
 
-def targets_of(batch: Sequence[Drawn], d: int) -> Targets:
-    """Alignment of method.md section 3: offset t of row j is taught by the target's logits at j + t."""
-    finals, norms, pos_first, pos_mask, ok_first, ok_mask = [], [], [], [], [], []
-    offset = torch.arange(2, d + 1)
-    base = 0
-    for s in batch:
-        valid = loss_mask(len(s.example.ids), s.example.num_prompt, d)
-        finals.append(s.states.final)
-        norms.append(s.states.log_norm)
-        pos_first.append(base + s.first + 1)
-        ok_first.append(valid[s.first, 0])
-        # beyond the end: clamped, and not valid
-        last = len(s.example.ids) - 1
-        pos_mask.append(base + (s.anchors[:, None] + offset).clamp(max=last).flatten())
-        ok_mask.append(valid[s.anchors, 1:].flatten())
-        base += len(s.example.ids)
-    n_first = sum(len(p) for p in pos_first)
-    n_groups = sum(len(s.anchors) for s in batch)
-    return Targets(
-        torch.cat(finals),
-        torch.cat(norms),
-        torch.cat([*pos_first, *pos_mask]),
-        torch.cat((torch.ones(n_first, dtype=torch.int64), offset.repeat(n_groups))),
-        torch.cat([*ok_first, *ok_mask]),
-    )
+    @torch.no_grad()
+    def embed(self, ids: Tensor) -> Tensor:
+        """(n,) ids -> (n, H) in the compute dtype."""
+        return self.view.embed(ids).to(self.dtype)
 
+    def taught(self, p: Predicted) -> tuple[Tensor, Tensor]:
+        """Per predicted row the position of its teacher among all tokens, end to end, and whether it counts.
 
-def rows_of(batch: Sequence[Drawn], embed: Callable[[Tensor], Tensor], dtype: torch.dtype) -> SharedRows:
-    """Clean rows 0 .. T - 2 of each sequence: features of token j beside the embedding of token j + 1."""
-    features = torch.cat([s.states.features[:-1].flatten(1) for s in batch]).to(dtype)
-    ids = torch.cat([torch.tensor(s.example.ids[1:]) for s in batch])
-    return SharedRows(
-        features,
-        embed(ids).to(dtype),
-        [len(s.example.ids) - 1 for s in batch],
-        [s.first for s in batch],
-        [s.anchors for s in batch],
-    )
+        Offset t of row j is taught by the target's logits at j + t, and counts where token j + 1 + t lies in the
+        answer. A position beyond the end is cut to it, and does not count.
+        """
+        end, token = self._end[p.row], p.row + 1 + p.offset
+        return (p.row + p.offset).minimum(end - 1), (token >= self._answer[p.row]) & (token < end)
+
+    def teacher(self, head: Tensor, dtype: torch.dtype) -> Teacher:
+        final = torch.cat([d.states.final for d in self.drawn])
+        return Teacher(final.to(dtype), head.to(dtype), torch.cat([d.states.log_norm for d in self.drawn]))
 
 
 class Step(NamedTuple):
@@ -103,39 +105,50 @@ class Step(NamedTuple):
     counts: Tensor
 
 
-def count_valid(targets: Targets, d: int) -> Tensor:
-    """(d,) float32 valid rows at each offset."""
-    return torch.bincount(targets.offset[targets.valid] - 1, minlength=d).float()
-
-
-def batch_loss(
-    net: DartNet,
-    rows: SharedRows,
-    targets: Targets,
-    teacher_head: Tensor,
-    offset_weight: Tensor,
-    *,
-    chunk: int = 256,
-) -> Step:
-    """One packed batch through the net and the loss.
+class TrainBatch(Sequences):
+    """`loss` is the distillation loss of an update.
 
     teacher_head: (V, H) the target's head rows of the draft vocabulary.
-    offset_weight: (d,) float32, gamma^(t-1) over the number of valid rows of the whole update.
+    gamma:  weight gamma^(t-1) of offset t, each averaged over its valid rows of the whole update.
+    counts: (d,) those valid rows, where the update has more batches than this one.
     """
-    first, masks = net.shared_forward(rows)
-    hidden = torch.cat((first, masks.flatten(0, 1)))
-    keep = targets.valid.nonzero().flatten()
-    keep = keep[targets.position[keep].argsort(stable=True)]  # neighbours then share their teacher
-    offset = targets.offset[keep]
-    teacher = Teacher(targets.final.to(hidden.dtype), teacher_head.to(hidden.dtype), targets.log_norm)
-    loss, per_row = draft_loss(
-        hidden[keep],
-        net.lm_head.weight,
-        teacher,
-        targets.position[keep],
-        offset_weight[offset - 1],
-        chunk=chunk,
-    )
-    d = net.config.d
-    sums = torch.zeros(d).index_add_(0, offset - 1, per_row.detach())
-    return Step(loss, sums, count_valid(targets, d))
+
+    def __init__(
+        self,
+        drawn: Sequence[Drawn],
+        view: TargetView,
+        kept: Sequence[int],
+        taps: Sequence[int],
+        dtype: torch.dtype,
+        teacher_head: Tensor,
+        d: int,
+        gamma: float,
+        *,
+        chunk: int = 256,
+        counts: Tensor | None = None,
+    ) -> None:
+        super().__init__(drawn, view, kept, taps, dtype)
+        self.teacher_head, self.gamma, self.d, self.chunk, self.counts = teacher_head, gamma, d, chunk, counts
+
+    def loss(self, predicted: Sequence[Predicted]) -> Step:
+        taught = [self.taught(p) for p in predicted]
+        offsets = torch.cat([p.offset[ok] for p, (_, ok) in zip(predicted, taught, strict=True)])
+        valid = torch.bincount(offsets - 1, minlength=self.d).float()
+        counts = valid if self.counts is None else self.counts
+        weight = self.gamma ** torch.arange(self.d, dtype=torch.float32) / counts.clamp(min=1.0)
+        total, sums = torch.zeros(()), torch.zeros(self.d)
+        for p, (position, ok) in zip(predicted, taught, strict=True):
+            keep = ok.nonzero().flatten()
+            keep = keep[position[keep].argsort(stable=True)]  # neighbours then share their teacher
+            offset = p.offset[keep] - 1
+            loss, per_row = draft_loss(
+                p.hidden[keep],
+                p.head,
+                self.teacher(self.teacher_head, p.hidden.dtype),
+                position[keep],
+                weight[offset],
+                chunk=self.chunk,
+            )
+            total = total + loss
+            sums.index_add_(0, offset, per_row.detach())
+        return Step(total, sums, valid)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,15 @@ from dartspec.errors import DartspecError
 class TrainConfig:
     """target: folder or hub id of the model to train a drafter for.
 
+    method: the drafter's, by its module's name. options: that method's own settings.
+
     data:   JSONL files of token ids, answers of that very target (train/data.py).
     out:    folder of the run: `latest/` (a loadable drafter), `state.pt` (resume), `log.jsonl`, `train.json`.
     cache:  folder for the target's states, written once; empty = one forward of the target whenever it is needed.
     init:   folder of a drafter to start from (more data, another draft vocabulary); empty = the target's own weights.
-    taps:   hidden states wanted; empty = (2, N // 2, N - 3), the official choice.
+    taps:   hidden states wanted; empty = the method's own choice.
+    cache_taps: states that are kept besides the last; empty = the method's taps. More let methods share one cache.
+    d:      positions that are predicted.
     steps:  updates in the whole run; the cosine ends there. May be raised when a run is resumed.
     sequences_per_step: answers an update.
     num_first, num_anchors: rows a sequence whose offset 1 is trained, and rows that a group of masks follows.
@@ -28,10 +32,13 @@ class TrainConfig:
     target: str
     data: tuple[str, ...]
     out: str
+    method: str = "dart"
+    options: dict[str, Any] = field(default_factory=dict)
     target_name: str = ""
     cache: str = ""
     init: str = ""
     taps: tuple[int, ...] = ()
+    cache_taps: tuple[int, ...] = ()
     d: int = 8
     draft_vocab_size: int = 12288
     intermediate_size: int = 0
@@ -58,11 +65,13 @@ class TrainConfig:
     eval_stride: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("data", "taps", "betas"):
+        for name in ("data", "taps", "cache_taps", "betas"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "method", str(self.method).replace("-", "_"))
         if not self.target or not self.data or not self.out:
             raise DartspecError("training needs a target, at least one data file and an output folder")
         checks = {
+            "options": isinstance(self.options, dict),
             "d": self.d >= 2,
             "draft_vocab_size": self.draft_vocab_size >= 2,
             "gamma": 0 < self.gamma <= 1,
@@ -115,5 +124,17 @@ class TrainConfig:
 # Keys that may differ when a run is resumed: none of them changes what an update computes, but for `steps`, which
 # stretches what is left of the cosine.
 RESUMABLE = frozenset(
-    {"steps", "out", "cache", "threads", "save_every_s", "log_every", "eval_every", "target", "target_name", "data"}
+    {
+        "steps",
+        "out",
+        "cache",
+        "cache_taps",
+        "threads",
+        "save_every_s",
+        "log_every",
+        "eval_every",
+        "target",
+        "target_name",
+        "data",
+    }
 )

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dartspec.drafters.dart import DartNet
-from dartspec.train.batch import Drawn, rows_of, targets_of
+from dartspec.drafters._checkpoint import DraftNet
+from dartspec.drafters._train import Predicted
+from dartspec.train.batch import Drawn, Sequences
 from dartspec.train.data import Example, loss_mask
 from dartspec.train.features import States
-from dartspec.train.loss import Teacher
 from dartspec.types import TargetView
 
 NUM_HITS = 10
@@ -40,58 +40,81 @@ def prepare_held_out(examples: Sequence[Example], states: Sequence[States], view
     return Held(batch, choices)
 
 
+class _Tested(Sequences):
+    """Held-out sequences whose `loss` counts instead: how good every prediction is."""
+
+    def __init__(
+        self,
+        drawn: Drawn,
+        choice: Tensor,
+        view: TargetView,
+        kept: Sequence[int],
+        net: DraftNet,
+        teacher_head: Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__([drawn], view, kept, net.config.taps, dtype)
+        self.choice, self.head, self.ids = choice, teacher_head, net.target_ids()
+        # (T, d): was the drafter's first choice the token that stands there, and did it count
+        self.right = torch.zeros(len(choice), net.config.d, dtype=torch.bool)
+        self.whole = self.right.clone()
+
+    def loss(self, predicted: Sequence[Predicted]) -> Tensor:
+        """(5, d) float64 sums over the valid rows of each offset: loss, hit@1, hit@10, mass, and their number."""
+        sums = torch.zeros(5, self.right.shape[1], dtype=torch.float64)
+        answer = self.sequences[0].ids
+        for p in predicted:
+            teacher = self.teacher(self.head, self.dtype)
+            positions, valid = self.taught(p)
+            for at in range(0, len(p.hidden), 128):
+                span = slice(at, at + 128)
+                position, offset, ok = positions[span], p.offset[span] - 1, valid[span]
+                logits = (p.hidden[span] @ p.head.to(p.hidden.dtype).T).float()
+                q = teacher.probabilities(position)
+                best = self.ids[logits.topk(min(NUM_HITS, logits.shape[-1])).indices]  # (n, 10) target ids
+                hits = best == self.choice[position][:, None]
+                row_loss = -(q * logits.log_softmax(-1)).sum(-1)
+                values = torch.stack((row_loss, hits[:, 0], hits.any(-1), q.sum(-1), torch.ones_like(row_loss)))
+                sums.index_add_(1, offset, (values * ok).double())
+                # the token after the teacher's position is the one that stands there
+                follows = answer[(position + 1).clamp(max=len(answer) - 1)]
+                self.right[p.row[span], offset] = (best[:, 0] == follows) & ok
+                self.whole[p.row[span], offset] = ok
+        return sums
+
+
 @torch.no_grad()
-def evaluate(net: DartNet, held: Held, view: TargetView, teacher_head: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+def evaluate(
+    loss: Callable[[Any, Any], Any],
+    net: DraftNet,
+    held: Held,
+    view: TargetView,
+    kept: Sequence[int],
+    teacher_head: Tensor,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
     """Per offset 1..d over the held-out rows: `loss` (as trained), `hit1` and `hit10` (share of positions where the
     target's first choice is the drafter's first, among its ten first), `mass` q(D); `chain`: mean number of leading
-    offsets at which the drafter's first choice is the token that stands in the answer."""
-    d = net.config.d
-    ids = net.target_ids()
-    zero = torch.zeros(d, dtype=torch.float64)
-    loss, hit1, hit10, mass, count = (zero.clone() for _ in range(5))
+    offsets at which the drafter's first choice is the token that stands in the answer.
+
+    loss: the method's. kept: taps of the states."""
+    sums = torch.zeros(5, net.config.d, dtype=torch.float64)
     chain_sum, chain_count = 0.0, 0
     net.eval()
     for drawn, choice in zip(held.batch, held.choices, strict=True):
-        targets = targets_of([drawn], d)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            first, masks = net.shared_forward(rows_of([drawn], view.embed, dtype))
-            hidden = torch.cat((first, masks.flatten(0, 1)))
-            teacher = Teacher(targets.final.to(dtype), teacher_head.to(dtype), targets.log_norm)
-            answer = torch.tensor(drawn.example.ids)
-            right = torch.zeros(len(hidden), dtype=torch.bool)
-            for at in range(0, len(hidden), 128):
-                span = slice(at, at + 128)
-                position, offset, ok = targets.position[span], targets.offset[span] - 1, targets.valid[span]
-                logits = net.lm_head(hidden[span]).float()
-                q = teacher.probabilities(position)
-                row_loss = -(q * logits.log_softmax(-1)).sum(-1)
-                best = ids[logits.topk(min(NUM_HITS, logits.shape[-1])).indices]  # (n, 10) target ids
-                hits = best == choice[position][:, None]
-                for total, value in (
-                    (loss, row_loss),
-                    (hit1, hits[:, 0]),
-                    (hit10, hits.any(-1)),
-                    (mass, q.sum(-1)),
-                    (count, ok),
-                ):
-                    total.index_add_(0, offset, value.double() * ok)
-                # the token after the teacher's position is the one that stands there
-                follows = answer[(position + 1).clamp(max=len(answer) - 1)]
-                right[span] = (best[:, 0] == follows) & ok
-        n = len(drawn.first)
-        by_row = torch.cat((right[:n, None], right[n:].view(n, d - 1)), dim=1)
-        whole = torch.cat((targets.valid[:n, None], targets.valid[n:].view(n, d - 1)), dim=1).all(-1)
-        chain_sum += float(by_row[whole].cumprod(-1).sum())
+            tested = _Tested(drawn, choice, view, kept, net, teacher_head, dtype)
+            sums += loss(net, tested)
+        whole = tested.whole.all(-1)
+        chain_sum += float(tested.right[whole].long().cumprod(-1).sum())
         chain_count += int(whole.sum())
     net.train()
-
-    def mean(total: Tensor) -> list[float]:
-        return [round(x, 4) for x in (total / count.clamp(min=1)).tolist()]
-
+    names = ("loss", "hit1", "hit10", "mass")
+    means = {
+        name: [round(x, 4) for x in (row / sums[4].clamp(min=1)).tolist()]
+        for name, row in zip(names, sums, strict=False)
+    }
     return {
-        "hit1": mean(hit1),
-        "hit10": mean(hit10),
-        "loss": mean(loss),
-        "mass": mean(mass),
+        **{name: means[name] for name in ("hit1", "hit10", "loss", "mass")},
         "chain": round(chain_sum / max(1, chain_count), 4),
     }

@@ -12,7 +12,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
@@ -21,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dartspec.drafters.dart import Config, DartNet
+from dartspec.drafters._checkpoint import DraftNet
 from dartspec.errors import DartspecError
-from dartspec.train.batch import Drawn, Step, batch_loss, count_valid, draw_rows, rows_of, targets_of
+from dartspec.train.batch import Drawn, Step, TrainBatch, draw_rows
 from dartspec.train.config import RESUMABLE, TrainConfig
-from dartspec.train.data import DraftVocabulary, Example, digest
+from dartspec.train.data import Example, digest
 from dartspec.train.evaluate import Held, evaluate
 from dartspec.train.features import States, write_json
 from dartspec.types import TargetView
@@ -38,78 +39,39 @@ def head_rows(view: TargetView, ids: Tensor) -> Tensor:
         return view.lm_head(unit)[:, ids.to(view.device)].T.float().cpu().contiguous()
 
 
-def last_layer(model: nn.Module, num_layers: int) -> dict[str, Tensor]:
-    """Weights of the target's last decoder layer by the names of a Llama layer (`self_attn.q_proj.weight`, ...).
+def target_layer(model: nn.Module, number: int) -> dict[str, Tensor]:
+    """Weights of the target's decoder layer of that number, from 0, by the names of a Llama layer
+    (`self_attn.q_proj.weight`, ...).
 
     Empty for a target whose layers are named or numbered otherwise; what does not fit is not used.
     """
     found: dict[str, Tensor] = {}
     for name, weight in model.state_dict().items():
-        if (match := re.search(rf"(?:^|\.)layers\.{num_layers - 1}\.(.+)$", name)) is not None:
+        if (match := re.search(rf"(?:^|\.)layers\.{number}\.(.+)$", name)) is not None:
             found[match[1]] = weight
     return found
 
 
-def fresh_net(
-    config: Config,
-    view: TargetView,
-    vocabulary: DraftVocabulary,
-    seed: int,
-    layer: Mapping[str, Tensor] | None = None,
-) -> DartNet:
-    """Starting weights: head = the target's rows, projection = identity on the highest tap, masks = small noise.
-
-    layer: weights of a target layer (`last_layer`). Where names and shapes agree the drafter's layer starts from them:
-    queries, keys and values on the features' half of the input, output projection, MLP and the two norms before them.
-    Everything else is drawn as in Llama (normal, 0.02; output projections scaled down). On SmolLM2 this start was
-    worth 0.4 of the loss at offset 1 and 0.6 at offset 2 after 200 updates; starting the final norm from the
-    target's made it worse (the head is then sure of the token that is already known).
-    """
-    generator = torch.Generator().manual_seed(seed)
-    net = DartNet(config)
-    with torch.no_grad():
-        for name, p in net.named_parameters():
-            if p.dim() == 2:
-                scale = 0.02 / math.sqrt(2) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
-                p.normal_(0.0, scale, generator=generator)
-        for name, p in net.layer.named_parameters():
-            source = "input_layernorm.weight" if name == "hidden_norm.weight" else name
-            weight = (layer or {}).get(source)
-            if weight is None or name == "input_layernorm.weight":
-                continue
-            part = p[:, config.hidden_size :] if re.search(r"[qkv]_proj", name) else p
-            if part.shape == weight.shape:
-                part.copy_(weight)
-        net.fc.weight.zero_()
-        same = min(config.hidden_size, config.target_hidden_size)
-        net.fc.weight[:same, -config.target_hidden_size :][:, :same] = torch.eye(same)
-        if config.target_hidden_size == config.hidden_size:
-            net.lm_head.weight.copy_(head_rows(view, vocabulary.ids))
-        for p in (net.mask_embedding, net.mask_features):
-            p.normal_(0.0, 0.02, generator=generator)
-        net.d2t.copy_(vocabulary.d2t)
-    return net
-
-
-def warm_start(net: DartNet, trained: DartNet) -> None:
+def warm_start(net: DraftNet, trained: DraftNet) -> None:
     """Continue from a trained drafter in `net`, whose draft vocabulary may be another one.
 
-    Head rows move with their target id; rows that the trained drafter lacks keep what `fresh_net` gave them. Refused
+    Head rows move with their target id; rows that the trained drafter lacks keep what `net` was started with. Refused
     where any other matrix differs in shape.
     """
-    source, own = trained.state_dict(), net.state_dict()
+    source, own, moved = trained.state_dict(), net.state_dict(), net.by_vocabulary
     for name, weight in own.items():
-        if name not in ("lm_head.weight", "d2t") and (name not in source or source[name].shape != weight.shape):
+        if name not in (*moved, "d2t") and (name not in source or source[name].shape != weight.shape):
             found = list(source[name].shape) if name in source else "nothing"
             raise DartspecError(f"init: {name} is {found} there, this run needs {list(weight.shape)}; use its settings")
     place = {int(i): row for row, i in enumerate(trained.target_ids())}
+    pairs = [(row, place[i]) for row, i in enumerate(net.target_ids().tolist()) if i in place]
+    to, origin = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T
     with torch.no_grad():
         for name, weight in own.items():
-            if name not in ("lm_head.weight", "d2t"):
+            if name in moved:
+                weight[to] = source[name][origin].to(weight.dtype)
+            elif name != "d2t":
                 weight.copy_(source[name])
-        for row, i in enumerate(net.target_ids().tolist()):
-            if i in place:
-                net.lm_head.weight[row] = trained.lm_head.weight[place[i]].to(net.lm_head.weight.dtype)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -133,20 +95,26 @@ def _permutation(seed: int, epoch: int, n: int) -> Tensor:
 
 
 class Trainer:
-    """One run in memory. `states(i)` gives the target's states of training example i, cached or computed."""
+    """One run in memory.
+
+    loss: the method's (`drafters._train`). states(i): the target's states of training example i, cached or computed, at
+    the taps `kept`.
+    """
 
     def __init__(
         self,
         config: TrainConfig,
-        net: DartNet,
+        net: DraftNet,
+        loss: Callable[[Any, Any], Any],
         view: TargetView,
         train: Sequence[Example],
         states: Callable[[int], States],
+        kept: Sequence[int],
         held_out: Held,
         report: Callable[[str], None] = print,
     ) -> None:
         self.config, self.net, self.view, self.train_set, self.states = config, net, view, train, states
-        self.held_out, self.report = held_out, report
+        self.loss, self.kept, self.held_out, self.report = loss, tuple(kept), held_out, report
         self.teacher_head = head_rows(view, net.target_ids())
         self.dtype = torch.bfloat16 if config.bf16 else torch.float32
         decay = [p for p in net.parameters() if p.dim() == 2]
@@ -177,17 +145,23 @@ class Trainer:
 
     def update(self) -> tuple[Step, float]:
         """One optimiser step. Returns the per-offset sums and the gradient norm before clipping."""
-        c, d = self.config, self.net.config.d
-        batch = self.draw(self.step)
-        targets = targets_of(batch, d)
-        gamma = c.gamma ** torch.arange(d, dtype=torch.float32)
-        weight = gamma / count_valid(targets, d).clamp(min=1.0)
-        with torch.no_grad():
-            rows = rows_of(batch, self.view.embed, self.dtype)
+        c, own = self.config, self.net.config
+        drawn = self.draw(self.step)
+        batch = TrainBatch(
+            drawn,
+            self.view,
+            self.kept,
+            own.taps,
+            self.dtype,
+            self.teacher_head,
+            own.d,
+            c.gamma,
+            chunk=c.chunk_rows,
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(c, self.step)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=c.bf16):
-            out = batch_loss(self.net, rows, targets, self.teacher_head, weight, chunk=c.chunk_rows)
+            out: Step = self.loss(self.net, batch)
         torch.autograd.backward(out.loss)
         norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), c.clip)
         if not bool(torch.isfinite(norm)):
@@ -195,7 +169,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        self.num_tokens += sum(len(s.example.ids) for s in batch)
+        self.num_tokens += sum(len(s.example.ids) for s in drawn)
         return out, float(norm)
 
     # -- files ---------------------------------------------------------------------------------------------------------
@@ -229,7 +203,8 @@ class Trainer:
         if not path.exists():
             return False
         state = torch.load(path, map_location="cpu", weights_only=True)
-        before = json.loads(state["config"])
+        # a run that is older than a setting did what its default says
+        before = {f.name: f.default for f in fields(TrainConfig)} | {"options": {}} | json.loads(state["config"])
         now = json.loads(json.dumps(self.config.to_dict()))
         for key in now:
             if key not in RESUMABLE and before.get(key) != now[key]:
@@ -279,7 +254,9 @@ class Trainer:
                     window_start, tokens_before = now, self.num_tokens
                 if self.step % c.eval_every == 0 or self.step == end:
                     began = time.monotonic()
-                    report = evaluate(self.net, self.held_out, self.view, self.teacher_head, self.dtype)
+                    report = evaluate(
+                        self.loss, self.net, self.held_out, self.view, self.kept, self.teacher_head, self.dtype
+                    )
                     record = {"step": self.step, "tokens": self.num_tokens, "time": round(time.time()), **report}
                     self.curve.append(record)
                     _append(out / "log.jsonl", {"eval": record})

@@ -6,13 +6,15 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
-from dartspec.drafters.dart import Config, DartNet
+from dartspec import drafters
+from dartspec.drafters._checkpoint import DraftNet
+from dartspec.drafters._train import Start
 from dartspec.errors import DartspecError
 from dartspec.target.target import FINAL, Target
 from dartspec.train.config import TrainConfig
@@ -26,7 +28,7 @@ from dartspec.train.data import (
 )
 from dartspec.train.evaluate import prepare_held_out
 from dartspec.train.features import CacheInfo, StateCache, States, cache_info, log_normaliser
-from dartspec.train.loop import Trainer, fresh_net, last_layer, warm_start
+from dartspec.train.loop import Trainer, head_rows, target_layer, warm_start
 
 ROWS_A_HEAD = 64  # positions whose whole-vocabulary logits live at once
 
@@ -56,43 +58,57 @@ class TargetStates:
         return States(got[:, :-1].cpu(), final.cpu(), log_norm)
 
 
-def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Low, middle, high: (2, N // 2, N - 3), the official choice. Refused where two of them coincide (case 19)."""
-    taps = (2, num_layers // 2, num_layers - 3)
-    if not 0 < taps[0] < taps[1] < taps[2]:
-        raise DartspecError(
-            f"a target of {num_layers} layers gives taps {taps}, which do not rise: set taps = [low, mid, high]"
-        )
-    return taps
+def method(name: str) -> ModuleType:
+    """The module of a method that can be trained."""
+    module = drafters.get(name)
+    if not hasattr(module, "loss"):
+        can = ", ".join(n for n in drafters.names() if hasattr(drafters.get(n), "loss"))
+        raise DartspecError(f"the drafter {name} has no weights to train; there are: {can}")
+    return module
 
 
-def drafter_config(
-    config: TrainConfig, target: Target, vocabulary: DraftVocabulary, provenance: dict[str, Any]
-) -> Config:
-    """The drafter's shape: the target's own heads and widths, so a row costs what it costs in a target layer."""
+def fresh_net(
+    config: TrainConfig,
+    target: Target,
+    vocabulary: DraftVocabulary,
+    provenance: dict[str, Any],
+    template_hash: str | None,
+) -> DraftNet:
+    """The method's network, shaped like the target's own layers, so a row costs what it costs in a target layer."""
     c = target.config
     heads = int(c.num_attention_heads)
     rope = getattr(c, "rope_parameters", None) or {}
     theta = rope.get("rope_theta") if isinstance(rope, dict) else None
-    return Config(
-        d=config.d,
-        taps=config.taps or default_taps(target.num_layers),
-        hidden_size=target.hidden_size,
-        intermediate_size=config.intermediate_size or int(getattr(c, "intermediate_size", 4 * target.hidden_size)),
-        num_attention_heads=heads,
-        num_key_value_heads=int(getattr(c, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(c, "head_dim", None) or target.hidden_size // heads),
-        rms_norm_eps=float(getattr(c, "rms_norm_eps", 1e-5)),
-        rope_theta=float(theta or getattr(c, "rope_theta", None) or 10000.0),
-        draft_vocab_size=len(vocabulary.ids),
-        vocab_size=target.vocab_size,
-        target_hidden_size=target.hidden_size,
-        num_target_layers=target.num_layers,
-        target=config.target_name or target.name,
-        tokenizer_fingerprint=target.tokenizer_fingerprint,
-        weights_fingerprint=target.weights_fingerprint,
-        provenance=provenance,
+    common = {
+        "hidden_size": target.hidden_size,
+        "intermediate_size": config.intermediate_size or int(getattr(c, "intermediate_size", 4 * target.hidden_size)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(getattr(c, "num_key_value_heads", None) or heads),
+        "head_dim": int(getattr(c, "head_dim", None) or target.hidden_size // heads),
+        "rms_norm_eps": float(getattr(c, "rms_norm_eps", 1e-5)),
+        "rope_theta": float(theta or getattr(c, "rope_theta", None) or 10000.0),
+        "draft_vocab_size": len(vocabulary.ids),
+        "vocab_size": target.vocab_size,
+        "target_hidden_size": target.hidden_size,
+        "num_target_layers": target.num_layers,
+        "target": config.target_name or target.name,
+        "tokenizer_fingerprint": target.tokenizer_fingerprint,
+        "weights_fingerprint": target.weights_fingerprint,
+        "template_hash": template_hash,
+        "provenance": provenance,
+    }
+    start = Start(
+        common,
+        config.d,
+        config.taps,
+        config.options,
+        vocabulary.ids,
+        head_rows(target, vocabulary.ids),
+        config.seed,
+        lambda number: target_layer(target.model, number),
     )
+    net: DraftNet = method(config.method).start(start)
+    return net
 
 
 class Plan(NamedTuple):
@@ -148,11 +164,16 @@ def train(
         "coverage": round(vocabulary.coverage, 5),
         "torch": torch.__version__,
     }
-    if config.init:
-        provenance["init"] = Config.from_json(Path(config.init) / "config.json").provenance
-    shape = replace(drafter_config(config, target, vocabulary, provenance), template_hash=template_hash)
+    module = method(config.method)
+    trained: DraftNet | None = module.read(Path(config.init)) if config.init else None
+    if trained is not None:
+        provenance["init"] = trained.config.provenance
+    net = fresh_net(config, target, vocabulary, provenance, template_hash)
+    if trained is not None:
+        warm_start(net, trained)
+    kept = config.cache_taps or tuple(t for t in net.config.taps if t != FINAL)
     ordered = [*held, *training]  # held-out first: a half-written cache can already be judged
-    info = cache_info(ordered, target.weights_fingerprint or target.name, shape.taps, target.hidden_size)
+    info = cache_info(ordered, target.weights_fingerprint or target.name, kept, target.hidden_size)
     plan = Plan(
         len(training),
         len(held),
@@ -165,7 +186,7 @@ def train(
     )
     for line in plan.lines():
         report(line)
-    source = TargetStates(target, shape.taps)
+    source = TargetStates(target, kept)
 
     if config.cache and not dry_run:
         cache = StateCache(Path(config.cache), info, ordered)
@@ -183,11 +204,7 @@ def train(
         held_states = [source.states(e) for e in (held[:4] if dry_run else held)]
 
     prepared = prepare_held_out(held[: len(held_states)], held_states, target, config.eval_stride)
-    layer = last_layer(target.model, target.num_layers)
-    net = fresh_net(shape, target, vocabulary, config.seed, layer)
-    if config.init:
-        warm_start(net, DartNet.from_folder(Path(config.init)))
-    trainer = Trainer(config, net, target, training, states, prepared, report)
+    trainer = Trainer(config, net, module.loss, target, training, states, kept, prepared, report)
     if dry_run:
         _report_rate(trainer, config, report)
         return Path(config.out) / "latest"
