@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "dartspec"
 
 FLOORS = {
     -1: ("errors", "_core"),  # floor 0 too, but the nouns raise the one and may call the other
-    0: ("types", "config"),
+    0: ("types", "config", "device"),
     1: ("ngram", "tree", "sampling", "accounting", "text"),
     2: ("lattice", "verify", "budget", "target"),
     3: ("drafters",),

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 import tiny
+from dartspec.device import Recording, Run, Staged, TapeRecorder
 from dartspec.engine import Request, generate
 from dartspec.target import graphs
-from dartspec.target.graphs import Bucket, Staged, TapeRecorder
+from dartspec.target.graphs import Bucket
 from dartspec.target.masks import MaskPlan, tree_tensors
 from dartspec.target.target import FINAL, Session, Target
 from dartspec.types import SamplingParams, Scores, TokenTree
@@ -156,7 +157,7 @@ def test_python_s_values_are_not_part_of_a_recording() -> None:
 class Failing:
     """A recorder on which nothing can be recorded."""
 
-    def record(self, run: graphs.Run) -> graphs.Recording:
+    def record(self, run: Run) -> Recording:
         raise RuntimeError("operation not permitted when stream is capturing\nand more lines")
 
 

@@ -7,10 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dartspec.device import TapeRecorder
+from dartspec.errors import DartspecError
 from dartspec.sampling import Sampler
 from dartspec.tree import from_chain, root_only
 from dartspec.types import SamplingParams, Scores, TokenTree
-from dartspec.verify import verify
+from dartspec.verify import Together, verify
 
 V = 6
 HISTORY = [3, 1, 4]
@@ -71,14 +73,72 @@ def test_the_committed_tokens_are_the_plain_text(tree: TokenTree, params: Sampli
     assert verdict.picks.tolist() == [asked.get(i, -1) for i in range(len(paths))]
 
 
-@settings(max_examples=60, deadline=None)
-@given(tree=token_trees(), params=st.sampled_from(PARAMS[:3]), seed=st.integers(0, 2**64 - 1))
-def test_all_rows_at_once_are_the_rows_one_by_one(tree: TokenTree, params: SamplingParams, seed: int) -> None:
-    """What an accelerator does (`pick_rows`) is what the CPU does (`pick`), node by node."""
-    sampler = Sampler(SamplingParams(**{**vars(params), "seed": seed}), V, 2)
-    scores, paths = scores_of(tree, HISTORY)
-    together = sampler.pick_rows(scores.logits, [len(HISTORY) + len(p) for p in paths])
-    assert together == [sampler.pick(r, HISTORY, p) for r, p in zip(scores.logits, paths, strict=True)]
+TOGETHER = [
+    *PARAMS,
+    SamplingParams(temperature=1, top_k=3),
+    SamplingParams(temperature=1, top_p=0.7),
+    SamplingParams(temperature=2, min_p=0.2, logit_bias={0: -1.0, 4: 0.5}),
+]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    trees=st.lists(token_trees(), min_size=1, max_size=5),
+    params=st.lists(st.sampled_from(TOGETHER), min_size=5, max_size=5),
+    seed=st.integers(0, 2**64 - 1),
+    most_rows=st.sampled_from([1, 9, 10**6]),
+)
+def test_all_at_once_is_one_by_one(
+    trees: list[TokenTree], params: list[SamplingParams], seed: int, most_rows: int
+) -> None:
+    """What an accelerator does is what the CPU does: paths, bonus tokens, and the pick at every node."""
+    samplers = [Sampler(SamplingParams(**{**vars(p), "seed": seed}), V - 1, 2, i) for i, p in enumerate(params)]
+    samplers = samplers[: len(trees)]
+    scored = [scores_of(tree, HISTORY) for tree in trees]
+    for recorder in (None, TapeRecorder()):
+        together = Together(V - 1, torch.device("cpu"), recorder)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("dartspec.verify.MOST_ROW_BYTES", 4 * (V - 1) * most_rows)
+            verdicts = together.verify([s for s, _ in scored], trees, samplers, [len(HISTORY)] * len(trees))
+        for tree, (scores, paths), sampler, verdict in zip(trees, scored, samplers, verdicts, strict=True):
+            if sampler.params.uses_history:
+                assert verdict is None
+                continue
+            want = verify(scores, tree, sampler, HISTORY)
+            assert verdict is not None
+            assert (verdict.path, verdict.bonus) == (want.path, want.bonus)
+            assert verdict.picks.dtype == torch.int32
+            rows = zip(scores.logits, paths, strict=True)
+            assert verdict.picks.tolist() == [sampler.pick(row, HISTORY, path) for row, path in rows]
+
+
+def test_rows_without_a_token_are_left_to_the_one_that_says_so() -> None:
+    """A row that is never walked may hold anything; one that is walked leaves the verdict to `verify`, which raises."""
+    tree = from_chain([HISTORY[-1], 2, 0])
+    logits = torch.zeros(3, V)
+    logits[0, 2] = logits[1, 4] = 5.0
+    logits[2] = torch.nan
+    sampler = Sampler(SamplingParams(), V, 2)
+    together = Together(V, torch.device("cpu"))
+    (verdict,) = together.verify([Scores(logits, None)], [tree], [sampler], [3])
+    assert verdict is not None
+    assert (verdict.path, verdict.bonus, verdict.picks.tolist()) == ([0, 1], 4, [2, 4, -1])
+    logits[1] = -torch.inf
+    assert together.verify([Scores(logits, None)], [tree], [sampler], [3]) == [None]
+    with pytest.raises(DartspecError, match="no token can follow"):
+        verify(Scores(logits, None), tree, sampler, HISTORY)
+
+
+def test_ties_go_to_the_lowest_id_in_every_precision() -> None:
+    logits = torch.zeros(4, V)
+    logits[:, 3] = logits[:, 1] = 7.0
+    tree = from_chain([HISTORY[-1], 1, 1, 3])
+    for dtype in (torch.float32, torch.bfloat16):
+        (verdict,) = Together(V, torch.device("cpu")).verify(
+            [Scores(logits.to(dtype), None)], [tree], [Sampler(SamplingParams(), V, 2)], [3]
+        )
+        assert verdict is not None
+        assert (verdict.path, verdict.bonus) == ([0, 1, 2], 1)
 
 
 def test_only_the_walk_is_asked_on_the_cpu() -> None:

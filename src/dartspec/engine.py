@@ -32,7 +32,7 @@ from dartspec.types import (
     TokenTree,
     Verdict,
 )
-from dartspec.verify import verify
+from dartspec.verify import Together, verify
 
 MOST_UNREAD = 256  # rows whose features wait for a drafter that is not called; then it reads them without drafting
 _log = logging.getLogger(__name__)
@@ -116,6 +116,7 @@ def generate(
     finally:
         for s in alive:  # also when the caller stops listening half-way
             rounds.leave(s)
+        rounds.session.close()
 
 
 class Rounds:
@@ -133,6 +134,9 @@ class Rounds:
         self.strict = strict
         self.num_downgraded = 0
         self._device = target.device
+        # on an accelerator all sequences are verified at once, with one transfer back
+        on_device = target.device.type != "cpu" or target.recorder is not None
+        self._together = Together(target.num_tokens, target.device, target.recorder) if on_device else None
 
     def join(self, s: Running) -> None:
         """A sequence begins: it takes a row of the session."""
@@ -155,7 +159,7 @@ class Rounds:
         clock.mark()
         scores = self.session.score(slots, trees, features=any(s.speculates for s in alive))
         clock.mark()
-        verdicts = [self._verdict(*one) for one in zip(alive, scores, trees, strict=True)]
+        verdicts = self._verdicts(alive, scores, trees)
         good = [i for i, verdict in enumerate(verdicts) if verdict is not None]
         walked = [v for v in verdicts if v is not None]
         self.session.keep([slots[i] for i in good], [v.path for v in walked])
@@ -242,6 +246,14 @@ class Rounds:
         s.stop_speculating()
         self.drafter.reset([s.slot])
         return root_only(s.ids[-1])
+
+    def _verdicts(
+        self, alive: Sequence[Running], scores: Sequence[Scores], trees: Sequence[TokenTree]
+    ) -> list[Verdict | None]:
+        known: list[Verdict | None] = [None] * len(alive)
+        if self._together is not None:
+            known = self._together.verify(scores, trees, [s.sampler for s in alive], [len(s.ids) for s in alive])
+        return [v or self._verdict(s, r, t) for v, s, r, t in zip(known, alive, scores, trees, strict=True)]
 
     def _verdict(self, s: Running, scores: Scores, tree: TokenTree) -> Verdict | None:
         """None where no token can be picked, or the request's own processor failed: that ends this sequence alone."""
@@ -378,7 +390,9 @@ class Running:
         """Appends the accepted tokens and the bonus, up to the first stop."""
         tokens = [*tree.tokens[verdict.path[1:]].tolist(), verdict.bonus]
         self._tree, self._picks = tree, verdict.picks
-        chunk = self._append(tokens, scores.logits[verdict.path], verdict.num_accepted, tree)
+        wanted = self.sampler.params.logprobs is not None
+        logits = scores.logits[verdict.path] if wanted else scores.logits
+        chunk = self._append(tokens, logits, verdict.num_accepted, tree)
         rows = verdict.path[: len(chunk.ids)]  # a stop may have cut the rest
         self._learn(len(rows), scores.features[rows] if scores.features is not None and self.speculates else None)
         return chunk

@@ -10,12 +10,18 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dartspec import _core
+from dartspec.device import Recorder, Recording, Staged, send
 from dartspec.errors import DartspecError
 from dartspec.types import SamplingParams
+
+_LOW = 0xFFFFFFFF
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57  # Philox 4x32
+_WEYL = 0x9E3779B9, 0xBB67AE85
 
 Noise = Callable[[int, int], Tensor]
 """`noise(position, V) -> (V,) float32` Gumbel values; the same arguments always give the same values."""
@@ -38,31 +44,72 @@ def uniform(seed: int, sample: int, position: int, size: int, device: torch.devi
 
 def uniform_torch(seed: int, sample: int, position: int, size: int, device: torch.device) -> Tensor:
     """`uniform` in torch integers, for accelerators; bit-equal to the core's."""
-    low = 0xFFFFFFFF
+    return uniform_rows(torch.tensor([noise_words(seed, sample, position)], device=device), size)[0]
+
+
+def noise_words(seed: int, sample: int, position: int) -> tuple[int, int, int, int, int]:
+    """What names one row of noise, in 32-bit words: seed low and high, position, sample low and high."""
+    return seed & _LOW, seed >> 32 & _LOW, position & _LOW, sample & _LOW, sample >> 32 & _LOW
+
+
+def uniform_rows(words: Tensor, size: int) -> Tensor:
+    """Rows of `uniform`, (n, size) float32, for (n, 5) int64 `noise_words` on any device. A fixed list of operations on
+    tensors: it can be recorded."""
+    n, device = len(words), words.device
     blocks = torch.arange((size + 3) // 4, dtype=torch.int64, device=device)
-    c = [blocks, torch.full_like(blocks, position & low)]
-    c += [torch.full_like(blocks, sample & low), torch.full_like(blocks, sample >> 32 & low)]
-    k0, k1 = seed & low, seed >> 32 & low
+    key, position, sample_low, sample_high = words[:, :2].t()[..., None], words[:, 2:3], words[:, 3:4], words[:, 4:]
+    even = torch.stack((blocks.expand(n, -1), sample_low.expand(n, len(blocks))))  # counter words 0 and 2
+    odd = torch.stack((position, sample_high))  # 1 and 3, (2, n, 1)
+    pair = [torch.full((1, 1, 1), m, dtype=torch.int64, device=device) for m in (*_MULTIPLIERS, *_WEYL)]
+    multiplier, weyl = torch.cat(pair[:2]), torch.cat(pair[2:])
     for _ in range(10):
-        h0, l0 = _mul_hi_lo(c[0], 0xD2511F53)
-        h1, l1 = _mul_hi_lo(c[2], 0xCD9E8D57)
-        c = [h1 ^ c[1] ^ k0, l1, h0 ^ c[3] ^ k1, l0]
-        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
-    x = torch.stack(c, dim=1).flatten()[:size]
+        # int64 products wrap; their low and high words are those of the unsigned product all the same
+        product = (even * multiplier).flip(0)
+        even = product >> 32 & _LOW ^ odd ^ key
+        odd = product & _LOW
+        key = key + weyl & _LOW
+    x = torch.stack((even[0], odd[0], even[1], odd[1]), dim=-1).view(n, -1)[:, :size]
     return ((x.double() + 0.5) * 2.0**-32).float().clamp_(max=1 - 2.0**-24)
-
-
-def _mul_hi_lo(a: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a * m for 32-bit values held in int64, without overflowing it."""
-    low = a * (m & 0xFFFF)  # < 2^48
-    high = a * (m >> 16) + (low >> 16)  # < 2^49
-    return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF
 
 
 def gumbel(seed: int, sample: int, position: int, size: int, device: torch.device | None = None) -> Tensor:
     """(size,) float32 standard Gumbel values. -log(-log1p(-w)) keeps the upper tail, which decides picks, fine."""
-    w = uniform(seed, sample, position, size, device)
+    return _gumbel_of(uniform(seed, sample, position, size, device))
+
+
+def _gumbel_of(w: Tensor) -> Tensor:
+    """In place. Logarithms are float32 everywhere: devices may differ by an ulp there, never in the integers before."""
     return w.neg_().log1p_().neg_().log_().neg_()
+
+
+class GumbelRows:
+    """Gumbel values of many (seed, sample, position) at once on one device.
+
+    recorder: its hundred small operations are recorded, by number of rows, rounded up to a power of two.
+    """
+
+    def __init__(self, size: int, device: torch.device, recorder: Recorder | None = None) -> None:
+        self._size, self._device, self._recorder = size, device, recorder
+        self._recorded: dict[int, tuple[Staged, Recording]] = {}
+
+    def __call__(self, words: Sequence[tuple[int, ...]]) -> Tensor:
+        """(n, 5) `noise_words` -> (at least n, size) float32. Recorded ones hold until the next call."""
+        if self._recorder is None:
+            return self._run(send({"words": np.array(words, dtype=np.int64)}, self._device)["words"])
+        n = 1 << (len(words) - 1).bit_length()
+        if n not in self._recorded:
+            staged = Staged(self._device, {"words": ((n, 5), torch.int64)})
+            recording = self._recorder.record(lambda: (self._run(staged.device["words"]),))
+            self._recorded = {n: (staged, recording)}  # one at a time: its result can be large
+        staged, recording = self._recorded[n]
+        staged.wait()
+        staged.host["words"][: len(words)] = torch.tensor(words)
+        staged.send()
+        recording.replay()
+        return recording.outputs[0]
+
+    def _run(self, words: Tensor) -> Tensor:
+        return _gumbel_of(uniform_rows(words, self._size))
 
 
 class Sampler:
@@ -118,24 +165,25 @@ class Sampler:
             row = row + self._gumbel(len(history) + len(path), len(row), row.device)
         return row
 
-    def pick_rows(self, logits: Tensor, positions: Sequence[int]) -> list[int]:
-        """All rows at once, for accelerators: (N, V) logits and the absolute position of each token to be picked.
-
-        Only for requests whose distributions do not depend on the path (`params.uses_history` is false). A row that
-        leaves no token gets -1: an error only if the walk comes there.
-        """
-        rows = torch.stack([self.process(row, ()) for row in logits])  # (N, num_tokens)
-        if self.params.temperature > 0:
-            noise = {q: self._gumbel(q, rows.shape[1], rows.device) for q in set(positions)}
-            rows = rows + torch.stack([noise[q] for q in positions])
-        best = rows.max(-1)
-        return [int(i) for i in torch.where(best.values > -torch.inf, best.indices, -1).tolist()]
-
     def log_probs(self, logits: Tensor, token: int, top: int) -> tuple[float, list[tuple[int, float]]]:
         """Log-probability (natural) of `token` under the target's raw distribution, and the `top` likeliest tokens."""
         row = torch.log_softmax(logits[: self.num_tokens].float(), -1)
         best = row.topk(min(top, len(row)))
         return float(row[token]), list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether a row's pick needs no tokens before it: then all rows can be picked at once (`pick_together`)."""
+        return not self.params.uses_history
+
+    def noise_words(self, position: int) -> tuple[int, int, int, int, int]:
+        return noise_words(self.seed, self._sample, position)
+
+    def bias_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Ids and numbers of `logit_bias`, possibly none."""
+        if self._bias[0].device != device:
+            self._bias = self._bias[0].to(device), self._bias[1].to(device)
+        return self._bias
 
     def _gumbel(self, position: int, size: int, device: torch.device) -> Tensor:
         if self._noise is not None:
@@ -155,7 +203,8 @@ class Sampler:
             seen, count = torch.unique(out, return_counts=True)
             row[seen] -= p.presence_penalty + p.frequency_penalty * count
         if len(self._bias[0]):
-            row[self._bias[0].to(row.device)] += self._bias[1].to(row.device)
+            ids_biased, numbers = self.bias_on(row.device)
+            row[ids_biased] += numbers
         if p.processors:
             context = torch.tensor([ids], dtype=torch.long, device=row.device)
             for processor in p.processors:
@@ -196,3 +245,100 @@ def filter_logits(row: Tensor, params: SamplingParams) -> Tensor:
         prob = row.softmax(-1)
         row = row.masked_fill(prob < p.min_p * prob.max(), -torch.inf)
     return row
+
+
+# -- all rows of a round at once ---------------------------------------------------------------------------------------
+
+
+def pick_together(
+    rows: Tensor, samplers: Sequence[Sampler], counts: Sequence[int], positions: Sequence[int], noise: GumbelRows
+) -> Tensor:
+    """What `Sampler.pick` picks for every row, on the rows' device and without waiting for it.
+
+    rows:      (R, V) raw logits of several sequences, laid end to end: `counts[i]` of `samplers[i]`, all of them
+               `is_pure` and of one tokenizer.
+    positions: R, the absolute position of each token to be picked.
+
+    Returns (R,) int64; -1 for a row that leaves no token.
+    """
+    num_tokens = samplers[0].num_tokens
+    rows = rows[:, :num_tokens]
+    params = [s.params for s in samplers]
+    if not all(p.temperature == 0 and not p.logit_bias for p in params):
+        rows = _filtered_together(_biased(rows.float(), samplers, counts), params, counts)
+        rows = _with_noise(rows, samplers, counts, positions, noise)
+    best = rows.max(-1)  # the lowest of equal ids; NaN wins, and is no token
+    return torch.where(best.values > -torch.inf, best.indices, -1)
+
+
+def _biased(rows: Tensor, samplers: Sequence[Sampler], counts: Sequence[int]) -> Tensor:
+    if not any(s.params.logit_bias for s in samplers):
+        return rows
+    rows, at = rows.clone(), 0
+    for sampler, count in zip(samplers, counts, strict=True):
+        if sampler.params.logit_bias:
+            ids, numbers = sampler.bias_on(rows.device)
+            rows[at : at + count, ids] += numbers
+        at += count
+    return rows
+
+
+def _filtered_together(rows: Tensor, params: Sequence[SamplingParams], counts: Sequence[int]) -> Tensor:
+    """`filter_logits` with each row's own numbers.
+
+    The same operations in the same order, so the same bits on the CPU. Elsewhere top-p's sums are taken in float64: a
+    float32 sum's rounding there depends on how many rows are summed, which must not decide where the filter cuts.
+    """
+    size = rows.shape[1]
+    numbers = np.array(
+        [
+            (
+                p.temperature or 1.0,
+                p.top_k if p.temperature and 0 < p.top_k < size else size,
+                1 - p.top_p if p.temperature else 0.0,
+                p.min_p if p.temperature else 0.0,
+            )
+            for p in params
+        ]
+    ).repeat(counts, axis=0)
+    k, cut, least = (numbers[:, i] for i in (1, 2, 3))
+    columns = {"temperature": numbers[:, :1], "cut": cut[:, None], "least": least[:, None]}
+    sent = send(
+        {**{n: c.astype(np.float32) for n, c in columns.items()}, "k": k[:, None].astype(np.int64)}, rows.device
+    )
+    rows = rows / sent["temperature"]  # a tensor: by a number, a GPU would multiply with its rounded inverse
+    if (some := k[k < size]).size:
+        largest = rows.topk(int(some.max()), dim=-1).values
+        edge = largest.gather(1, sent["k"].clamp(max=largest.shape[1]) - 1)
+        rows = rows.masked_fill((rows < edge) & (sent["k"] < size), -torch.inf)
+    if (cut > 0).any():
+        ordered, index = rows.sort(dim=-1, stable=True)
+        sums = ordered.softmax(-1).cumsum(-1, dtype=torch.float32 if rows.device.type == "cpu" else torch.float64)
+        out = (sums <= sent["cut"]) & (sent["cut"] > 0)
+        out[:, -1] = False
+        rows = rows.masked_fill(torch.zeros_like(out).scatter_(1, index, out), -torch.inf)
+    if (least > 0).any():
+        prob = rows.softmax(-1)
+        rows = rows.masked_fill(prob < sent["least"] * prob.amax(-1, keepdim=True), -torch.inf)
+    return rows
+
+
+def _with_noise(
+    rows: Tensor, samplers: Sequence[Sampler], counts: Sequence[int], positions: Sequence[int], noise: GumbelRows
+) -> Tensor:
+    """Adds each sampled row's noise; rows of one sequence at one position share it."""
+    place: dict[tuple[int, int], int] = {}
+    owners = [i for i, count in enumerate(counts) for _ in range(count)]
+    at = [
+        place.setdefault((i, q), len(place)) if samplers[i].params.temperature > 0 else -1
+        for i, q in zip(owners, positions, strict=True)
+    ]
+    if not place:
+        return rows
+    if any(samplers[i]._noise is not None for i, _ in place):
+        made = torch.stack([samplers[i]._gumbel(q, rows.shape[1], rows.device) for i, q in place])
+    else:
+        made = noise([samplers[i].noise_words(q) for i, q in place])
+    sent = send({"at": np.array(at, dtype=np.int64)}, rows.device)["at"]
+    added = made.index_select(0, sent.clamp(min=0))
+    return rows + (added if min(at) >= 0 else torch.where(sent[:, None] < 0, 0.0, added))

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dartspec.device import Recorder, default_recorder
 from dartspec.errors import DartspecError
 from dartspec.target.cache import ShapeRecorder, SlotCache
-from dartspec.target.graphs import RecordedForwards, Recorder, default_recorder
+from dartspec.target.graphs import RecordedForwards
 from dartspec.target.masks import MaskPlan, tree_tensors
 from dartspec.types import Scores, TokenTree
 
