@@ -19,6 +19,7 @@ from dartspec import drafters
 from dartspec.accounting import Metrics
 from dartspec.budget import Fixed
 from dartspec.engine import Request, generate
+from dartspec.ngram import NgramIndex
 from dartspec.target.target import Target
 from dartspec.tree import root_only
 from dartspec.types import Committed, Drafter, SamplingParams, TokenTree
@@ -72,29 +73,36 @@ def requests_for(params: SamplingParams, prompts: Sequence[Sequence[int]] = PROM
 # -- drafters by name ------------------------------------------------------------------------------------------------
 
 
+def tiny_layer(target: Target) -> dict[str, Any]:
+    """The shape of a drafter's layer, for any target."""
+    return {
+        "hidden_size": target.hidden_size,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "draft_vocab_size": 45,
+        "vocab_size": target.vocab_size,
+        "target_hidden_size": target.hidden_size,
+        "num_target_layers": target.num_layers,
+    }
+
+
+def randomised(net: Any, seed: int) -> Any:
+    """Random weights; draft ids stand for the even ids."""
+    torch.manual_seed(seed)
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    net.d2t.copy_(torch.arange(len(net.d2t)))
+    return net
+
+
 def tiny_dart(target: Target) -> Drafter:
     """A DART layer with random weights: its guesses are poor, its hidden states and caches are real."""
     module = drafters.get("dart")
-    config = module.Config(
-        d=5,
-        taps=(1, 2, 3),
-        hidden_size=target.hidden_size,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        draft_vocab_size=45,
-        vocab_size=target.vocab_size,
-        target_hidden_size=target.hidden_size,
-        num_target_layers=target.num_layers,
-    )
-    torch.manual_seed(3)
-    net = module.DartNet(config)
-    for parameter in net.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    net.d2t.copy_(torch.arange(45))  # draft ids stand for the even ids
+    net = randomised(module.DartNet(module.Config(**tiny_layer(target), d=5, taps=(1, 2, 3))), 3)
     drafter: Drafter = module.DartDrafter(net, target)
     return drafter
 
@@ -107,8 +115,38 @@ def tiny_small_model(target: Target) -> Drafter:
     return drafter
 
 
-# methods with weights: how to make a tiny random one
-TINY = {"dart": tiny_dart, "small_model": tiny_small_model}
+def tiny_eagle3(target: Target) -> Drafter:
+    """One layer with random weights, drafting on from its own outputs."""
+    module = drafters.get("eagle3")
+    net = randomised(module.Eagle3Net(module.Config(**tiny_layer(target), d=4, taps=(1, 2, 3), top_k=3)), 4)
+    drafter: Drafter = module.Eagle3Drafter(net, target)
+    return drafter
+
+
+def tiny_index(target: Target) -> Drafter:
+    """Drafts from an index of texts like the prompts."""
+    texts = [[*p, *p[::-1]] for p in PROMPTS]
+    about: dict[str, Any] = {"vocab_size": target.vocab_size, "fingerprint": "", "name": "tiny", "description": "tiny"}
+    module = drafters.get("index")
+    drafter: Drafter = module.load(module.Config(), target, index=NgramIndex.build(texts, **about))
+    return drafter
+
+
+def tiny_mix(target: Target) -> Drafter:
+    """The default parts: a random DART and copies from the text."""
+    module = drafters.get("mix")
+    drafter: Drafter = module.load(module.Config(), target, parts=[tiny_dart(target), load("prompt_lookup", target)])
+    return drafter
+
+
+# methods with weights or parts: how to make a tiny one
+TINY = {
+    "dart": tiny_dart,
+    "eagle3": tiny_eagle3,
+    "index": tiny_index,
+    "mix": tiny_mix,
+    "small_model": tiny_small_model,
+}
 
 
 def make(name: str, target: Target, texts: Sequence[Text] = (), rate: float = 1.0) -> Drafter:

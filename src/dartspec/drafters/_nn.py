@@ -106,9 +106,9 @@ class FusedLayer(nn.Module):
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
     """q (kv, group, R, dim), k and v (kv, T, dim), allowed (R, T) -> (kv, group, R, dim). Softmax in float32."""
     kv, group, n, dim = q.shape
-    scores = (q.reshape(kv, group * n, dim) @ k.transpose(1, 2)).view(kv, group, n, -1).float() * dim**-0.5
+    scores = (q.reshape(kv, group * n, dim) @ k.transpose(1, 2)).view(kv, group, n, k.shape[1]).float() * dim**-0.5
     weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1).to(v.dtype)
-    out: Tensor = weights.view(kv, group * n, -1) @ v
+    out: Tensor = weights.view(kv, group * n, k.shape[1]) @ v
     return out.view(kv, group, n, dim)
 
 
@@ -118,13 +118,13 @@ def attend_groups(
     """Rows in groups of m: q (kv, group, A, m, dim); clean k, v (kv, T, dim) under allowed (A, T); own keys and values
     (kv, A, m', dim) under own_allowed (m, m'). One softmax over both -> (kv, group, A, m, dim)."""
     kv, group, n, m, dim = q.shape
-    clean = (q.reshape(kv, group * n * m, dim) @ k.transpose(1, 2)).view(kv, group, n, m, -1).float()
+    clean = (q.reshape(kv, group * n * m, dim) @ k.transpose(1, 2)).view(kv, group, n, m, k.shape[1]).float()
     own = (q @ own_k[:, None].transpose(-1, -2)).float()  # (kv, group, A, m, m')
     clean = clean.masked_fill(~allowed[:, None, :], float("-inf"))
     own = own.masked_fill(~own_allowed, float("-inf"))
     weights = (torch.cat((clean, own), dim=-1) * dim**-0.5).softmax(-1).to(v.dtype)
     on_clean, on_own = weights.split((clean.shape[-1], own.shape[-1]), dim=-1)
-    out: Tensor = (on_clean.reshape(kv, group * n * m, -1) @ v).view(kv, group, n, m, dim)
+    out: Tensor = (on_clean.reshape(kv, group * n * m, k.shape[1]) @ v).view(kv, group, n, m, dim)
     return out.add(on_own @ own_v[:, None])
 
 

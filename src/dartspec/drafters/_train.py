@@ -106,7 +106,7 @@ class Start(NamedTuple):
             raise DartspecError(f"{kind.title} has no option {unknown[0]!r}; {may}")
         names = {f.name for f in fields(kind)}
         common = {k: v for k, v in self.common.items() if k in names}
-        return kind(**{**common, "d": self.d, "taps": self.taps or taps, **self.options})
+        return kind(**{**common, "d": self.d, "taps": taps, **self.options})
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:

@@ -206,7 +206,7 @@ class DartNet(DraftNet):
 
 def start(s: Start) -> DartNet:
     """Fresh weights: the target's last layer where it fits, its head rows, masks as small noise, the rest at random."""
-    net = DartNet(s.config(Config, () if s.taps else default_taps(s.num_layers)))
+    net = DartNet(s.config(Config, s.taps or default_taps(s.num_layers)))
     generator = draw(net, s)
     start_fused(net.layer, net.fc, s)
     copy_head(net.lm_head.weight, s)

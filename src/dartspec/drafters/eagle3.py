@@ -97,7 +97,7 @@ class Eagle3Net(DraftNet):
 
 def start(s: Start) -> Eagle3Net:
     """Fresh weights: the target's last layer where it fits, its head rows, the rest at random."""
-    net = Eagle3Net(s.config(Config, default_taps(s.num_layers) if not s.taps else (), ("top_k",)))
+    net = Eagle3Net(s.config(Config, s.taps or default_taps(s.num_layers), ("top_k",)))
     draw(net, s)
     start_fused(net.layer, net.fc, s)
     copy_head(net.lm_head.weight, s)
