@@ -56,7 +56,7 @@ nb::typed<nb::dict, nb::str, nb::any> info(const NgramIndex& index) {
   out["version"] = kIndexVersion;
   out["order"] = i.order;
   out["vocab_size"] = i.vocab_size;
-  out["token_bytes"] = i.vocab_size <= 65536 ? 2 : 4;
+  out["token_bits"] = token_bits_of(i.vocab_size);
   out["counts"] = i.exact ? "exact" : "quantised";
   out["log_prob_error"] = double(i.log_prob_error);
   out["num_tokens"] = i.num_tokens;
@@ -78,7 +78,10 @@ void bind_ngram(nb::module_& m) {
   nb::register_exception_translator(translate);
 
   nb::class_<NgramIndex>(m, "NgramIndex", "A mapped or in-memory n-gram index; see dartspec.ngram.NgramIndex.")
-      .def_static("open", &NgramIndex::open, "path"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def_static("open", [](const std::string& path, bool preload, bool huge_pages, bool interleave) {
+            return NgramIndex::open(path, {preload, huge_pages, interleave});
+          }, "path"_a, nb::kw_only(), "preload"_a = false, "huge_pages"_a = false, "interleave"_a = false,
+          nb::call_guard<nb::gil_scoped_release>())
       .def_static("from_bytes", [](nb::bytes data) {
             const auto* at = static_cast<const std::byte*>(data.data());
             return NgramIndex::from_image(std::vector<std::byte>(at, at + data.size()));

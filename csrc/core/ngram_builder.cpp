@@ -2,11 +2,8 @@
 
 #include <algorithm>
 #include <bit>
-#include <cmath>
-#include <cstring>
-#include <set>
 
-#include "hash.hpp"
+#include "ngram_writer.hpp"
 
 namespace dartspec {
 
@@ -198,152 +195,28 @@ void prune(std::vector<BuildLevel>& levels, std::uint64_t min_count) {
   }
 }
 
-struct Coded {
-  std::vector<std::uint8_t> codes;
-  std::vector<float> book = std::vector<float>(kCodes, 0.0f);
-  double error = 0.0;
-};
-
-// 8-bit log-probabilities: the distinct values themselves where there are few, else an even grid from 0 to the lowest.
-Coded quantise(const std::vector<double>& log_probs) {
-  Coded out;
-  out.codes.reserve(log_probs.size());
-  std::set<double> distinct;
-  double lowest = 0.0;
-  for (double v : log_probs) {
-    lowest = std::min(lowest, v);
-    if (distinct.size() <= kCodes) distinct.insert(v);
+void write(const std::vector<BuildLevel>& levels, std::size_t m, std::size_t i, IndexWriter& writer) {
+  const BuildLevel& level = levels[m];
+  if (m + 1 < levels.size()) {
+    const std::size_t end = i + 1 < level.tokens.size() ? level.first_child[i + 1] : levels[m + 1].tokens.size();
+    for (std::size_t c = level.first_child[i]; c < end; ++c) write(levels, m + 1, c, writer);
   }
-  const bool few = distinct.size() <= kCodes;
-  std::vector<double> values(distinct.rbegin(), distinct.rend());
-  const double step = few || lowest == 0.0 ? 1.0 : -lowest / (kCodes - 1);
-  for (int c = 0; c < kCodes; ++c)
-    out.book[c] = static_cast<float>(few ? (c < static_cast<int>(values.size()) ? values[c] : values.empty() ? 0.0 : values.back())
-                                         : -step * c);
-  for (double v : log_probs) {
-    const auto code = few ? std::lower_bound(values.begin(), values.end(), v, std::greater<>()) - values.begin()
-                          : static_cast<std::ptrdiff_t>(std::min(double(kCodes - 1), std::nearbyint(-v / step)));
-    out.codes.push_back(static_cast<std::uint8_t>(code));
-    out.error = std::max(out.error, std::abs(v - double(out.book[code])));
-  }
-  return out;
+  writer.add(static_cast<int>(m) + 1, level.tokens[i], level.counts[i]);
 }
-
-class ImageWriter {
- public:
-  ImageWriter(IndexHeader header, const std::string (&texts)[3], std::size_t num_sections) : header_(header) {
-    std::uint64_t end = sizeof(IndexHeader) + num_sections * sizeof(IndexSection);
-    for (int i = 0; i < 3; ++i) {
-      header_.text_bytes[i] = static_cast<std::uint32_t>(texts[i].size());
-      text_ += texts[i];
-    }
-    end += text_.size();
-    header_.header_bytes = static_cast<std::uint32_t>((end + kAlign - 1) / kAlign * kAlign);
-    header_.num_sections = static_cast<std::uint32_t>(num_sections);
-    image_.resize(header_.header_bytes);
-  }
-
-  template <class T>
-  void section(SectionKind kind, std::uint32_t level, const std::vector<T>& data) {
-    image_.resize((image_.size() + kAlign - 1) / kAlign * kAlign);
-    const auto bytes = std::as_bytes(std::span<const T>(data));
-    sections_.push_back({std::uint32_t(kind), level, image_.size(), bytes.size(), xxh64(bytes)});
-    image_.insert(image_.end(), bytes.begin(), bytes.end());
-  }
-
-  std::vector<std::byte> finish() {
-    header_.file_bytes = image_.size();
-    std::memcpy(image_.data() + sizeof header_, sections_.data(), sections_.size() * sizeof(IndexSection));
-    std::memcpy(image_.data() + sizeof header_ + sections_.size() * sizeof(IndexSection), text_.data(), text_.size());
-    header_.checksum = 0;
-    std::memcpy(image_.data(), &header_, sizeof header_);
-    header_.checksum = xxh64(std::span<const std::byte>(image_).first(header_.header_bytes));
-    std::memcpy(image_.data(), &header_, sizeof header_);
-    return std::move(image_);
-  }
-
- private:
-  IndexHeader header_;
-  std::string text_;
-  std::vector<IndexSection> sections_;
-  std::vector<std::byte> image_;
-};
 
 }  // namespace
 
 NgramIndex NgramBuilder::finish(bool exact, std::uint32_t min_count, const std::string& fingerprint,
                                 const std::string& name, const std::string& description) {
   if (min_count < 1) throw Error("min_count is 0, expected at least 1");
-  for (const std::string* text : {&fingerprint, &name, &description})
-    if (text->size() > (1u << 20))
-      throw Error("a header text has " + str(text->size()) + " bytes, the limit is " + str(1u << 20));
   std::vector<BuildLevel> levels(order_);
   counter_->levels(levels);
   std::uint64_t num_tokens = 0;
   for (std::uint64_t c : levels[0].counts) num_tokens += c;
   if (min_count > 1) prune(levels, min_count);
-  for (const BuildLevel& level : levels) {
-    if (level.tokens.size() >= kNoNode) throw Error("a level has " + str(level.tokens.size()) + " nodes, the limit is 2^32 - 2: raise min_count");
-    for (std::uint64_t c : level.counts)
-      if (exact && c > UINT32_MAX)
-        throw Error("a gram is counted " + str(c) + " times, the exact form holds up to 2^32 - 1: build the quantised form");
-  }
-
-  std::vector<std::vector<std::uint32_t>> offsets(order_);
-  std::vector<Coded> coded(order_);
-  double error = 0.0;
-  for (int m = 0; m < order_; ++m) {
-    BuildLevel& level = levels[m];
-    if (m + 1 < order_) {
-      offsets[m].assign(level.first_child.begin(), level.first_child.end());
-      offsets[m].push_back(static_cast<std::uint32_t>(levels[m + 1].tokens.size()));
-    }
-    if (exact) continue;
-    std::vector<double> log_probs(level.tokens.size());
-    if (m == 0) {
-      for (std::size_t i = 0; i < log_probs.size(); ++i)
-        log_probs[i] = std::log(double(level.counts[i]) / double(num_tokens));
-    } else {
-      for (std::size_t parent = 0; parent < levels[m - 1].tokens.size(); ++parent)
-        for (std::uint32_t c = offsets[m - 1][parent]; c < offsets[m - 1][parent + 1]; ++c)
-          log_probs[c] = std::log(double(level.counts[c]) / double(levels[m - 1].counts[parent]));
-    }
-    coded[m] = quantise(log_probs);
-    error = std::max(error, coded[m].error);
-  }
-
-  IndexHeader header{};
-  std::memcpy(header.magic, kIndexMagic, sizeof kIndexMagic);
-  header.version = kIndexVersion;
-  header.byte_order = kByteOrder;
-  header.order = static_cast<std::uint32_t>(order_);
-  header.token_bytes = vocab_size_ <= 65536 ? 2 : 4;
-  header.counts_form = exact ? 1 : 0;
-  header.vocab_size = vocab_size_;
-  header.num_tokens = num_tokens;
-  header.min_count = min_count;
-  header.log_prob_error = static_cast<float>(error);
-  for (int m = 0; m < order_; ++m) header.num_nodes[m] = levels[m].tokens.size();
-
-  ImageWriter writer(header, {fingerprint, name, description}, 3 * order_ - 1 + (exact ? 0 : 1));
-  std::vector<float> codebook;
-  for (int m = 0; m < order_; ++m) {
-    const auto level = static_cast<std::uint32_t>(m + 1);
-    if (header.token_bytes == 2)
-      writer.section(SectionKind::tokens, level, std::vector<std::uint16_t>(levels[m].tokens.begin(), levels[m].tokens.end()));
-    else
-      writer.section(SectionKind::tokens, level, levels[m].tokens);
-    if (exact)
-      writer.section(SectionKind::values, level, std::vector<std::uint32_t>(levels[m].counts.begin(), levels[m].counts.end()));
-    else
-      writer.section(SectionKind::values, level, coded[m].codes);
-    if (m + 1 < order_) writer.section(SectionKind::offsets, level, offsets[m]);
-    codebook.insert(codebook.end(), coded[m].book.begin(), coded[m].book.end());
-  }
-  if (!exact) writer.section(SectionKind::codebook, 0, codebook);
-  NgramIndex index = NgramIndex::from_image(writer.finish());
-  index.verify();
-  return index;
+  IndexWriter writer("", order_, vocab_size_);
+  for (std::size_t i = 0; i < levels[0].tokens.size(); ++i) write(levels, 0, i, writer);
+  return writer.finish({exact, num_tokens, min_count, fingerprint, name, description});
 }
 
 }  // namespace dartspec

@@ -55,9 +55,9 @@ class IndexWriter {
 //   for (IndexWalker at(index); at.next();) use(at.gram(), at.count());
 //
 // In post-order a gram comes after all its extensions: compare two walkers token by token, and where one gram is a
-// prefix of the other the longer one comes first (`post_order_less`). In the quantised form the count is the nearest
-// whole number to parent's count times probability, at least 1 (estimated; level 1 from num_tokens), never more than
-// the parent's.
+// prefix of the other the longer one comes first (`post_order_less`). In the quantised form counts are estimated: the
+// nearest whole number to the parent's count times the probability (level 1: num_tokens times), at least 1 and at
+// least the children's sum, so that what is walked can be written.
 class IndexWalker {
  public:
   explicit IndexWalker(const NgramIndex& index);  // the index must outlive the walker
@@ -68,17 +68,19 @@ class IndexWalker {
   std::uint64_t count() const { return count_; }
 
  private:
-  struct Open {  // the nodes of one level that are still to be walked below the open parent
+  struct Open {  // the nodes of one level that are still to be walked, below the parent at hand
     std::uint32_t at = 0, end = 0;
-    std::uint64_t count = 0;
+    std::uint64_t count = 0;   // of the node `at`
+    std::uint64_t walked = 0;  // sum over the nodes before it
   };
-  void enter(int level, std::uint32_t begin, std::uint32_t end);
+  bool emit(int level);
 
   const NgramIndex* index_;
-  std::array<Open, kMaxOrder + 1> open_{};
+  std::array<Open, kMaxOrder + 1> open_{};  // by level; 0 is unused
   std::array<std::uint32_t, kMaxOrder> gram_{};
-  int depth_ = 0, level_ = 0;
-  std::uint64_t count_ = 0;
+  int depth_ = 1, level_ = 0;
+  std::uint64_t count_ = 0, word_ = 0;  // word_: tokens of level 1 that are still to come, of 64
+  std::uint32_t word_at_ = 0;
 };
 
 // Whether gram a comes before gram b in the writer's order.

@@ -93,13 +93,15 @@ void TreeSearch::bind_index(const NgramIndex* index) {
 // Overwrites the terms of the candidates that follow this context.
 void TreeSearch::overlay(const NgramIndex& index, int level, std::uint32_t node, double* row) {
   if (node == kNoNode) return;
+  const NgramIndex::Range range = index.children(level, node);
   if (index.info().exact) {
-    index.match(level, node, wanted_, [&](int i, std::uint32_t child, int child_level) {
-      row[i] = config_.ngram_weight * std::log(index.count_ratio(child_level, child, node) + config_.eps);
+    const std::uint32_t parent = index.value_at(level, node);
+    index.match(level + 1, range, wanted_, [&](int i, std::uint32_t, std::uint32_t value) {
+      row[i] = config_.ngram_weight * std::log(index.count_ratio(level + 1, value, parent) + config_.eps);
     });
   } else {
-    index.match(level, node, wanted_, [&](int i, std::uint32_t child, int child_level) {
-      row[i] = code_term_[(child_level - 1) * kCodes + index.code(child_level, child)];
+    index.match(level + 1, range, wanted_, [&](int i, std::uint32_t, std::uint32_t value) {
+      row[i] = code_term_[level * kCodes + static_cast<int>(value)];
     });
   }
 }

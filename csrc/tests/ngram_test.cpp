@@ -7,16 +7,9 @@
 
 #include "check.hpp"
 #include "hash.hpp"
-#include "ngram_builder.hpp"
+#include "toy_index.hpp"
 
 using namespace dartspec;
-using Ids = std::vector<std::int32_t>;
-
-static NgramIndex build(const std::vector<Ids>& documents, int order, std::uint32_t vocab, bool exact, Ids exclude = {}) {
-  NgramBuilder builder(order, vocab, exclude);
-  for (const Ids& d : documents) builder.add_document(d, 1);
-  return builder.finish(exact, 1, "f00d", "toy", "a toy");
-}
 
 static std::vector<std::byte> bytes_of(const NgramIndex& index) { return {index.image().begin(), index.image().end()}; }
 
@@ -44,21 +37,30 @@ static void query(const NgramIndex& index) {
 
 int main() {
   {  // golden bytes: a change of the format must change this test and the version
-    const NgramIndex index = build({{1, 2, 1}}, 2, 4, true);
+    const NgramIndex index = toy_index({{1, 2, 1}, {2}}, 2, 4, true);
     const auto image = index.image();
-    CHECK(image.size() == 584);
-    CHECK(std::memcmp(image.data(), "DARTNGRM\1\0\0\0\4\3\2\1", 16) == 0);
-    const std::uint16_t unigrams[] = {1, 2}, bigrams[] = {2, 1};
-    const std::uint32_t counts[] = {2, 1}, offsets[] = {0, 1, 2}, ones[] = {1, 1};
-    CHECK(std::memcmp(image.data() + 320, unigrams, 4) == 0);
-    CHECK(std::memcmp(image.data() + 384, counts, 8) == 0);
-    CHECK(std::memcmp(image.data() + 448, offsets, 12) == 0);
-    CHECK(std::memcmp(image.data() + 512, bigrams, 4) == 0);
-    CHECK(std::memcmp(image.data() + 576, ones, 8) == 0 || image.size() == 584);
-    CHECK(xxh64(image) == xxh64(build({{1, 2, 1}}, 2, 4, true).image()));
+    const auto* at = reinterpret_cast<const std::uint8_t*>(image.data());
+    CHECK(std::memcmp(at, "DARTNGRM\2\0\0\0\4\3\2\1", 16) == 0);
+    IndexHeader h;
+    std::memcpy(&h, at, sizeof h);
+    CHECK(h.header_bytes == 448 && h.order == 2 && h.token_bits == 2 && h.counts_form == 1 && h.vocab_size == 4);
+    CHECK(h.num_nodes[0] == 2 && h.num_nodes[1] == 2 && h.value_bits[0] == 0 && h.value_bits[1] == 0);
+    CHECK(h.file_bytes == 904 && image.size() == 904 && h.num_tokens == 4 && h.num_sections == 8);
+    auto bytes_at = [&](std::size_t offset, std::vector<std::uint8_t> expected) {
+      return std::memcmp(at + offset, expected.data(), expected.size()) == 0;
+    };
+    CHECK(bytes_at(448, {0b110, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}));  // tokens 1 and 2; rank 0
+    CHECK(bytes_at(512, {0, 0, 0, 0, 0, 0, 0, 0}));                             // counts: both the same
+    CHECK(bytes_at(576, {0, 0, 0, 0, 0, 0, 0, 0}));                             // offsets 0 1 2: no low bits,
+    CHECK(bytes_at(640, {0b10101, 0, 0, 0, 0, 0, 0, 0}));                       // high parts in unary
+    CHECK(bytes_at(704, {0, 0, 0, 0, 0, 0, 0, 0}));
+    CHECK(bytes_at(768, {2, 0, 0, 0, 0, 0, 0, 0}));      // the one count of level 1
+    CHECK(bytes_at(832, {0b0110, 0, 0, 0, 0, 0, 0, 0}));  // 1 -> 2, 2 -> 1
+    CHECK(bytes_at(896, {1, 0, 0, 0, 0, 0, 0, 0}));
+    CHECK(xxh64(image) == 0x11d3a93a0f679458);
   }
   {  // longest context first; freq(child) / freq(context), passes that end there included
-    const NgramIndex index = build({{0, 1, 2}, {0, 1, 3}, {5, 1, 3}, {1}}, 3, 8, true);
+    const NgramIndex index = toy_index({{0, 1, 2}, {0, 1, 3}, {5, 1, 3}, {1}}, 3, 8, true);
     const NgramState state = index.state_of(Ids{0, 1});
     CHECK(index.probability(state, 2) == 1.0 / 2);
     CHECK(index.probability(state, 3) == 1.0 / 2);
@@ -71,7 +73,7 @@ int main() {
     for (int order = 2; order <= 5; ++order)
       for (std::uint32_t vocab : {4u, 65536u, 65537u, kMaxVocab}) {
         const auto last = static_cast<std::int32_t>(vocab - 1);
-        const NgramIndex index = build({{last, 0, last, last, 0, 2, last}}, order, vocab, false, {2});
+        const NgramIndex index = toy_index({{last, 0, last, last, 0}, {last}}, order, vocab, false);
         index.verify();
         const double p = index.probability(index.state_of(Ids{last, last}), 0);
         CHECK(std::abs(p - (order == 2 ? 0.5 : 1.0)) < 1e-6);
@@ -85,7 +87,7 @@ int main() {
     for (int i = 0; i < 80; ++i) d.push_back(static_cast<std::int32_t>(random() % 32));
   for (bool exact : {false, true}) {
     for (std::uint32_t vocab : {32u, 70000u}) {
-      const std::vector<std::byte> image = bytes_of(build(documents, 3, vocab, exact));
+      const std::vector<std::byte> image = bytes_of(toy_index(documents, 3, vocab, exact));
       IndexHeader h;
       std::memcpy(&h, image.data(), sizeof h);
       for (std::size_t cut = 0; cut < image.size(); ++cut)  // every truncation

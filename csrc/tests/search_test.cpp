@@ -6,21 +6,19 @@
 #include <random>
 
 #include "check.hpp"
-#include "ngram_builder.hpp"
+#include "toy_index.hpp"
 
 using namespace dartspec;
 
 int main() {
   std::mt19937 random(7);
-  NgramBuilder builder(4, 50, {});
-  std::vector<std::int32_t> document;
+  Ids document;
   for (int i = 0; i < 5000; ++i) document.push_back(static_cast<std::int32_t>(random() % 50));
-  builder.add_document(document, 1);
-  const NgramIndex index = builder.finish(false, 1, "", "", "");
+  const NgramIndex index = toy_index({document}, 4, 50, false);
   // Token 4 with hundreds of followers, so that long child lists are searched too; damaged offsets included.
-  NgramBuilder wide_builder(3, 2000, {});
-  for (std::int32_t t = 0; t < 2000; t += 2) wide_builder.add_document(std::vector<std::int32_t>{4, t, 4}, 1);
-  const NgramIndex wide = wide_builder.finish(true, 1, "", "", "");
+  std::vector<Ids> followers;
+  for (std::int32_t t = 0; t < 2000; t += 2) followers.push_back({4, t, 4});
+  const NgramIndex wide = toy_index(followers, 3, 2000, true);
   CHECK(wide.continuations(wide.state_of(std::vector<std::int32_t>{4}), 5000).size() == 1000);
   std::vector<std::byte> image(wide.image().begin(), wide.image().end());
   IndexHeader header;
