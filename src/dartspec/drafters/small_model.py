@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dartspec.drafters._paths import as_tree
 from dartspec.errors import DartspecError
 from dartspec.target.target import Session, Target
 from dartspec.tree import from_chain, root_only, truncate
@@ -95,7 +96,7 @@ class _Growth:
 
     def rows(self) -> TokenTree:
         """The cache's tree, as `Session.score` wants it."""
-        return _as_tree(self.row_tokens, self.row_parents, [0.0] * len(self.row_tokens))
+        return as_tree(self.row_tokens, self.row_parents, [0.0] * len(self.row_tokens))
 
     def add(self, parent: int, token: int, score: float) -> None:
         self.tokens.append(token)
@@ -249,7 +250,7 @@ class SmallModel:
             return root_only(history[-1])
         if self._translator is not None:
             return self._translator.to_target(history, ours, g.path(len(g.tokens) - 1), budget)
-        return truncate(_as_tree(g.tokens, g.parents, g.scores), budget)
+        return truncate(as_tree(g.tokens, g.parents, g.scores), budget)
 
 
 class Translator:
@@ -270,14 +271,6 @@ class Translator:
         joined = self._target.encode(self._target.decode(tail, skip_special=False) + text)
         ids = joined[len(tail) :] if joined[: len(tail)] == tail else self._target.encode(text)
         return from_chain([history[-1], *ids[:budget]])
-
-
-def _as_tree(tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float]) -> TokenTree:
-    return TokenTree(
-        torch.tensor(tokens, dtype=torch.int32),
-        torch.tensor(parents, dtype=torch.int32),
-        torch.tensor(scores, dtype=torch.float32),
-    )
 
 
 def load(source: Config | Path | str, view: TargetView) -> SmallModel:
