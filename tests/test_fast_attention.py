@@ -209,3 +209,43 @@ def test_refuses_what_it_does_not_do():
         attention.attention_forward(module, q, k, v, mask, s_aux=torch.zeros(6))
     with pytest.raises(DartspecError, match="dropout"):
         attention.attention_forward(module, q, k, v, mask, dropout=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("way", attention.WAYS)
+@pytest.mark.parametrize("by_head", [False, True])
+def test_every_way_of_torch_gives_the_same(monkeypatch: pytest.MonkeyPatch, way: str, by_head: bool) -> None:
+    """On cache views, with boolean and additive masks, one for all heads or one each; none repeats a head."""
+    monkeypatch.setattr(attention, "_kernel_takes", lambda *_: False)
+    q, k, v, mask = random_case(16, batch=2)
+    room = torch.full((2, 4, 2, 120, 16), torch.nan)  # the views of a cache: strided, with other layers between
+    room[:, 1, :, : k.shape[2]], room[:, 2, :, : k.shape[2]] = k, v
+    k, v = room[:, 1, :, : k.shape[2]], room[:, 2, :, : k.shape[2]]
+    if by_head:
+        mask = mask.repeat(1, 6, 1, 1)
+        mask[:, 3, :, 5:9] = False
+    want = reference(q, k, v, mask, 0.2).float()
+    assert torch.allclose(attention.attend(q, k, v, mask, scale=0.2, way=way), want, atol=2e-6)
+    additive = torch.zeros(mask.shape).masked_fill_(~mask, -1e9)
+    assert torch.allclose(attention.attend(q, k, v, additive, scale=0.2, way=way), want, atol=2e-6)
+    causal = torch.ones(19, k.shape[2], dtype=torch.bool).tril(k.shape[2] - 19)[None, None]
+    want = reference(q, k, v, causal, 0.2).float()
+    assert torch.allclose(attention.attend(q, k, v, None, scale=0.2, causal=True, way=way), want, atol=2e-6)
+
+
+def test_a_model_runs_in_every_way() -> None:
+    """Registered under a name of its own; a target's probe then scores a tree with it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import tiny
+    from dartspec.target.target import Target
+
+    rows = []
+    for way in (None, "gqa", "strides"):
+        torch.manual_seed(1)
+        config = AutoConfig.for_model("llama", **tiny.COMMON)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.register(way)).eval()
+        rows.append(Target(model).session(1, 8).prefill(0, [3, 4, 5]).logits)
+    assert all(torch.allclose(row, rows[0], atol=1e-5) for row in rows[1:])
+    with pytest.raises(DartspecError, match="no way 'fold'"):
+        attention.register("fold")

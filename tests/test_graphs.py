@@ -95,6 +95,21 @@ def test_padding_never_touches_what_is_committed() -> None:
             assert bool(same.all())
 
 
+def test_keeping_many_is_keeping_each() -> None:
+    """Paths that overlap themselves, that stay, and one of the root alone; one transfer for all."""
+    ours, theirs = (target(recorded=on).session(3, 40, TAPS) for on in (True, False))
+    for session in (ours, theirs):
+        for slot, n in enumerate((5, 12, 9)):
+            session.prefill(slot, list(range(3, 3 + n)))
+        session.score([0, 1, 2], [tree(1, 9), tree(2, 8), tree(3, 8)])
+        session.keep([2, 0, 1], [[0, 1, 3, 6], [0, 2, 5, 7], [0]])
+    for a, b in zip(ours._cache.layers, theirs._cache.layers, strict=True):
+        for row, length in enumerate(ours._lengths):
+            assert near(a.keys[row, :, :length], b.keys[row, :, :length])
+            assert near(a.values[row, :, :length], b.values[row, :, :length])
+    assert ours._lengths == theirs._lengths == [9, 13, 13]
+
+
 def test_masks_of_tensors_are_the_masks_of_lists() -> None:
     for name in ("llama", "mistral", "gemma3_text", "llama4_text", "gpt_oss"):
         config = tiny.model(name).config

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dartspec import _core
+from dartspec.device import fetch
 from dartspec.drafters._checkpoint import LayerConfig
 from dartspec.errors import DartspecError
 from dartspec.types import Committed
@@ -248,15 +249,16 @@ class Head:
         return log_probs, index
 
     def _by_torch(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """(n, V) float32 logits, overwritten."""
+        """(n, V) float32 logits, overwritten. One transfer where they lie on an accelerator."""
         if self._forbidden is not None:
-            logits[:, self._forbidden] = float("-inf")
+            logits.masked_fill_(self._forbidden, float("-inf"))
         best, where = logits.topk(k, dim=-1)
         top = best[:, :1]
         log_probs = (best - top) - logits.sub_(top).exp_().sum(-1, keepdim=True).log_()
         # NaN sorts first, and infinity less infinity is NaN: the best entry tells
         log_probs = log_probs.where(log_probs[:, :1] > -1e30, float("-inf"))
-        return log_probs.cpu(), where.to(torch.int32).cpu()
+        log_probs, index = fetch(log_probs, where.to(torch.int32))
+        return log_probs, index
 
 
 class Prefix:

@@ -1,12 +1,15 @@
 """One attention function for every target, hung into transformers' public registries under the name "dartspec".
 
 Grouped-query attention without repeating key/value heads. On a CPU with AVX512_BF16 it is our own kernel, whose rows do
-not depend on one another (see `csrc/core/kernels.hpp`); elsewhere it is torch's, with the heads of a group folded into
-the rows. It knows tensors only: no cache, no tree. Importing this module changes nothing; `register()` does.
+not depend on one another (see `csrc/core/kernels.hpp`); elsewhere it is torch's, in one of several `WAYS`, by default
+with the heads of a group folded into the rows. It knows tensors only: no cache, no tree. Importing this module changes
+nothing; `register()` does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,15 +23,20 @@ NAME = "dartspec"
 _KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 
 
-def register() -> str:
+def register(way: str | None = None) -> str:
     """Adds the function and its mask builder (the one of sdpa) to transformers; returns the name to load models with
-    (`attn_implementation=`). Calling it again changes nothing."""
+    (`attn_implementation=`). Calling it again changes nothing.
+
+    way: one of `WAYS`, for accelerators; None for the one that runs everywhere."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    return NAME
+    if way is not None and way not in WAYS:
+        raise DartspecError(f"attention has no way {way!r}; it has {', '.join(WAYS)}")
+    name = NAME if way is None else f"{NAME}_{way}"
+    AttentionInterface.register(name, attention_forward if way is None else partial(attention_forward, way=way))
+    AttentionMaskInterface.register(name, sdpa_mask)
+    return name
 
 
 def attention_forward(
@@ -41,6 +49,7 @@ def attention_forward(
     scaling: float | None = None,
     is_causal: bool | None = None,
     softcap: float | None = None,
+    way: str = "folded",
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The signature that transformers calls: query (B, H, N, D), key and value (B, Hkv, K, D), mask (B, 1 or H, N, K)
@@ -58,7 +67,7 @@ def attention_forward(
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     if dropout:
         raise DartspecError(f"attention dropout is {dropout}, expected 0: put the model into eval() mode")
-    return attend(query, key, value, attention_mask, scale=scaling, softcap=softcap, causal=causal), None
+    return attend(query, key, value, attention_mask, scale=scaling, softcap=softcap, causal=causal, way=way), None
 
 
 def attend(
@@ -71,13 +80,15 @@ def attend(
     softcap: float | None = None,
     causal: bool = False,
     num_threads: int | None = None,
+    way: str = "folded",
 ) -> Tensor:
     """softmax(scale q k^T) v over the keys that `mask` allows.
 
     query (B, H, N, D); key, value (B, Hkv, K, D) and (B, Hkv, K, Dv), any strides; mask (B or 1, 1 or H, N, >= K) bool,
     True where a key may be seen, or additive, or None; scale defaults to D^-0.5; softcap c turns scores s into
     c tanh(s / c); causal: without a mask row n sees keys up to K - N + n. Returns (B, N, H, Dv), contiguous.
-    num_threads defaults to torch's. With the kernel, a row that sees no key gives zeros.
+    num_threads defaults to torch's. With the kernel, a row that sees no key gives zeros. way: one of `WAYS`, where the
+    work is torch's and there is no soft cap.
     """
     if mask is not None and mask.shape[-1] > key.shape[2]:
         mask = mask[..., : key.shape[2]]
@@ -86,7 +97,7 @@ def attend(
         return _by_kernel(query, key, value, mask, scale, softcap or 0.0, causal, num_threads)
     if softcap:
         return _by_hand(query, key, value, mask, scale, softcap, causal)
-    return _by_torch(query, key, value, mask, scale, causal)
+    return WAYS[way](query, key, value, mask, scale, causal)
 
 
 def _kernel_takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -175,6 +186,59 @@ def _by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
         folded, mask = _folded(query, _with_causal(query, key, mask, causal), Hkv)
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
     return out.reshape(B, H, N, value.shape[-1]).transpose(1, 2).contiguous()
+
+
+def _by_gqa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    """torch's own grouped-query attention; which of its kernels takes a mask there is torch's choice."""
+    mask = _with_causal(query, key, mask, causal)
+    grouped = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2).contiguous()
+
+
+def _by_strides(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    """Every key/value head is a sequence of its own, which its group's heads see with a stride of 0."""
+    B, H, N, D = query.shape
+    Hkv, K = key.shape[1], key.shape[2]
+    G = H // Hkv
+    mask = _with_causal(query, key, mask, causal)
+    if mask is not None:
+        heads = mask.shape[1]
+        wide = mask[:, :, None] if heads == 1 else mask.reshape(mask.shape[0], Hkv, G, N, -1)
+        mask = wide.expand(B, Hkv, wide.shape[2], N, K).flatten(0, 1)
+    key, value = (x.flatten(0, 1)[:, None].expand(B * Hkv, G, K, x.shape[-1]) for x in (key, value))
+    out = F.scaled_dot_product_attention(query.reshape(B * Hkv, G, N, D), key, value, attn_mask=mask, scale=scale)
+    return out.view(B, H, N, value.shape[-1]).transpose(1, 2).contiguous()
+
+
+def _by_flex(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    """torch's FlexAttention, compiled on an accelerator (once a shape), with the mask read by the score's modifier."""
+    mask = _with_causal(query, key, mask, causal)
+    modifier = None
+    if mask is not None:
+        seen = mask.expand(query.shape[0], mask.shape[1], -1, -1)
+        by_head = mask.shape[1] > 1
+
+        def modifier(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            entry = seen[b, h if by_head else 0, q, k]
+            return torch.where(entry, score, -torch.inf) if seen.dtype == torch.bool else score + entry
+
+    grouped = query.shape[1] != key.shape[1]
+    flex = _flex(query.device.type)
+    out: Tensor = flex(query, key, value, score_mod=modifier, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2).contiguous()
+
+
+@cache
+def _flex(device: str) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention if device == "cpu" else torch.compile(flex_attention, dynamic=False)
+
+
+WAYS = {"folded": _by_torch, "gqa": _by_gqa, "strides": _by_strides, "flex": _by_flex}
+"""Grouped-query attention by torch, all equal but for rounding. `benchmarks/gpu` times them; "folded", which every
+kernel of torch takes, is the default."""
 
 
 def _by_hand(

@@ -513,10 +513,10 @@ def _read_weights(found: _Found, config: Any, dtype: torch.dtype, trust: bool, a
 
     if attention is None:
         attention = attention_for(config)
-    if attention == "dartspec":
+    if attention.startswith("dartspec"):
         from dartspec.target.attention import register
 
-        register()
+        register(attention.removeprefix("dartspec").removeprefix("_") or None)
     # mismatched sizes are "ignored" so that `_check_complete` can name them; transformers' own refusal does not
     options: dict[str, Any] = {"attn_implementation": attention, "ignore_mismatched_sizes": True}
     if found.gguf_file is not None:

@@ -76,7 +76,7 @@ class Target:
         self._cache_name = "cache" if "cache" in arguments else "past_key_values"  # renamed in transformers 5.24
         self._trims_logits = "logits_to_keep" in arguments
         implementation = str(self.config._attn_implementation)
-        if "flash" in implementation or "flex" in implementation:
+        if not implementation.startswith("dartspec") and ("flash" in implementation or "flex" in implementation):
             raise DartspecError(
                 f"{name} runs attention {implementation!r}, which ignores a tree mask: load the model with"
                 " attn_implementation='sdpa' or 'eager'"
@@ -337,9 +337,12 @@ class Session:
 
     def keep(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Commits the accepted paths (node indices, root first) of the trees just scored; all other nodes are gone."""
-        for slot, path in zip(slots, paths, strict=True):
-            row = self._slots.index(slot)
-            self._cache.keep(row, self._lengths[row], path)
+        rows = [self._slots.index(slot) for slot in slots]
+        if self._recorded is not None:
+            self._cache.keep_all(rows, [self._lengths[row] for row in rows], paths)
+        for row, path in zip(rows, paths, strict=True):
+            if self._recorded is None:
+                self._cache.keep(row, self._lengths[row], path)
             self._lengths[row] += len(path)
 
     def cut(self, slot: int, length: int) -> None:
