@@ -1,11 +1,10 @@
-// Binds the n-gram index, its builder and the tree search. Arrays in, the caller's buffers out, the GIL dropped.
+// Binds the n-gram index and the tree search. Arrays in, the caller's buffers out, the GIL dropped.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "ngram_builder.hpp"
 #include "ngram_index.hpp"
 #include "tree_search.hpp"
 
@@ -98,21 +97,6 @@ void bind_ngram(nb::module_& m) {
             const NgramState state = index.state_of(span_of(context));
             for (std::size_t i = 0; i < tokens.shape(0); ++i) out.data()[i] = index.probability(state, tokens.data()[i]);
           }, "context"_a, "tokens"_a, "out"_a, "g(token | context) of each token, into `out` (n,) float64.");
-
-  nb::class_<NgramBuilder>(m, "NgramBuilder", "Counts n-grams of token-id documents.")
-      .def("__init__", [](NgramBuilder* self, int order, std::uint32_t vocab_size, In1<std::int32_t> exclude) {
-            new (self) NgramBuilder(order, vocab_size, span_of(exclude));
-          }, "order"_a, "vocab_size"_a, "exclude"_a)
-      .def("add_document", [](NgramBuilder& b, In1<std::int32_t> tokens, std::uint32_t weight) {
-            nb::gil_scoped_release release;
-            b.add_document(span_of(tokens), weight);
-          }, "tokens"_a, "weight"_a = 1)
-      .def("add_grams", [](NgramBuilder& b, In2<std::int32_t> grams, In1<std::int64_t> counts) {
-            nb::gil_scoped_release release;
-            b.add_grams({grams.data(), grams.shape(0) * grams.shape(1)}, span_of(counts));
-          }, "grams"_a, "counts"_a)
-      .def("finish", &NgramBuilder::finish, "exact"_a, "min_count"_a, "fingerprint"_a, "name"_a, "description"_a,
-           nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<TreeSearch>(m, "TreeSearch", "Beam search over a lattice, with its scratch; one thread at a time.")
       .def("__init__", [](TreeSearch* self, int top_k, int beam, double level_exponent, double logit_decay,

@@ -34,7 +34,7 @@ namespace fs = std::filesystem;
 constexpr std::size_t kBlock = 1 << 14;           // entries that pass from stream to stream at once
 constexpr std::size_t kWriteBytes = 1 << 20;      // a run is written in pieces of this size
 constexpr std::size_t kMostRuns = 256;            // files read at once; more are joined in groups first
-constexpr std::size_t kSmallBuffer = 4 << 20;     // words of a buffer when nothing bounds it
+constexpr std::size_t kMostBytes = 64 << 20;      // of a buffer: a larger one sorts more slowly than it saves merging
 constexpr char kRunMagic[8] = {'D', 'A', 'R', 'T', 'R', 'U', 'N', 'S'};
 constexpr std::uint32_t kRunVersion = 1;
 constexpr const char* kRunSuffix = ".run";
@@ -436,9 +436,7 @@ class Sorter final : public GramSorter {
       excluded_[static_cast<std::uint32_t>(token) / 64] |= 1ull << (token % 64);
     }
     const std::size_t buffers = threads_ == 1 ? 2 : 2 * static_cast<std::size_t>(threads_) + 1;
-    capacity_ = options_.folder.empty()
-                    ? kSmallBuffer
-                    : std::max<std::size_t>(1024, options_.memory_bytes / (buffers * sizeof(Word)) * 15 / 16);
+    capacity_ = std::clamp<std::size_t>(options_.memory_bytes / buffers * 15 / 16, 8192, kMostBytes) / sizeof(Word);
     if (!options_.folder.empty()) take_up();
   }
 

@@ -55,7 +55,7 @@ struct GramSorterOptions {
   std::vector<std::int32_t> exclude;        // a document is cut at each of these tokens
   std::uint64_t memory_bytes = 256u << 20;  // for buffers while counting, for read buffers while merging
   int threads = 1;
-  std::string folder;    // runs are kept there and taken up again; empty: in memory, without a limit
+  std::string folder;    // runs are kept there and taken up again; empty: they stay in memory, beside the buffers
   std::string identity;  // of what is counted; runs of another identity are refused
 };
 
