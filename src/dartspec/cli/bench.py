@@ -223,6 +223,151 @@ def compare(
         raise typer.Exit(1)
 
 
+@app.command()
+def capture(
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")],
+    drafter: o.DrafterOption = "auto",
+    suite: SuiteOption = None,
+    per_set: Annotated[int, typer.Option(help="Prompts of each set, the first ones; 0 takes all.")] = 8,
+    temperature: TemperaturesOption = "0",
+    seed: SeedsOption = "0",
+    max_tokens: MaxTokensOption = 96,
+    model: o.ModelOption = None,
+    dtype: o.DtypeOption = None,
+    device: o.DeviceOption = None,
+    threads: o.ThreadsOption = None,
+    fast: o.FastOption = True,
+    json: JsonOption = False,
+    no_color: o.NoColorOption = False,
+    debug: o.DebugOption = False,
+) -> None:
+    """Record a drafter's guesses at every position of the target's answers, for `bench replay`.
+
+    \b
+    Examples:
+      dartspec bench capture --out guesses.safetensors
+      dartspec bench capture --suite code --temperature 0,1 --drafter my-run/latest --out mine.safetensors
+    """
+    from rich.progress import track
+
+    from dartspec.bench.lattices import Capture
+    from dartspec.bench.lattices import capture as record
+    from dartspec.bench.suites import load_suites
+    from dartspec.types import SamplingParams
+
+    term = Terminal(json=json, no_color=no_color)
+    prompts = [p for own in load_suites(list(suite or ["all"]), per_set or None).values() for p in own]
+    kinds = [
+        SamplingParams(temperature=t, seed=s, max_tokens=max_tokens)
+        for t in _list(temperature, float, "temperature")
+        for s in (_list(seed, int, "seed") if t else _list(seed, int, "seed")[:1])
+    ]
+    lm = o.Loading(model, drafter, "none", "0", dtype, device, threads, fast).load(term)
+    work = [(params, prompt) for params in kinds for prompt in prompts]
+    texts = [
+        text
+        for params, prompt in track(work, "recording", console=term.err, transient=True)
+        for text in record(lm, [prompt], params)
+    ]
+    facts = o.provenance(lm, None)
+    data = Capture(texts, frozenset(lm.target.eos_token_ids), lm.text.fingerprint, facts)
+    data.save(out)
+    positions = sum(len(t.tokens) for t in texts)
+    term.say(f"{len(texts)} answers, {positions} positions: {out}")
+    _last_line({"out": str(out), "texts": len(texts), "positions": positions, "provenance": facts})
+
+
+@app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(help="What bench capture wrote.", show_default=False)],
+    index: Annotated[list[str] | None, typer.Option(help="N-gram index file, or none; may be repeated.")] = None,
+    nodes: Annotated[str, typer.Option(help="Tree sizes, separated by commas.")] = "1,2,4,8,16,32,59",
+    search: Annotated[
+        list[str] | None,
+        typer.Option(help="KEY=VALUE[,VALUE...] of the tree search, such as ngram_weight=0.25,0.5; all are combined."),
+    ] = None,
+    preset: Annotated[str, typer.Option(help="What --search changes: shipped, paper or official.")] = "shipped",
+    record: Annotated[
+        Path | None, typer.Option(help="Write M by tree size into this drafter folder's config.json.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file of the result.")] = None,
+    json: JsonOption = False,
+    no_color: o.NoColorOption = False,
+    debug: o.DebugOption = False,
+) -> None:
+    """What other trees, indexes and weights would have committed over recorded guesses. No model is loaded.
+
+    M by tree size, loops cut, with the ratio to the first setting of the table and its 95 % interval over the texts.
+
+    \b
+    Examples:
+      dartspec bench replay guesses.safetensors --index my.ngram --index none
+      dartspec bench replay guesses.safetensors --index my.ngram --search ngram_weight=0.25,0.5,1 --nodes 16,59
+      dartspec bench replay guesses.safetensors --preset paper --nodes 59
+    """
+    from itertools import product
+
+    from rich.progress import track
+
+    from dartspec.bench.lattices import Capture
+    from dartspec.bench.lattices import replay as replayed
+    from dartspec.bench.provenance import provenance, save_result
+    from dartspec.bench.stats import rate_ratio
+    from dartspec.lattice import SearchConfig
+    from dartspec.ngram import NgramIndex
+
+    term = Terminal(json=json, no_color=no_color)
+    presets = {"shipped": SearchConfig, "paper": SearchConfig.paper, "official": SearchConfig.official}
+    if preset not in presets:
+        raise DartspecError(f"preset is {preset!r}; it must be one of {', '.join(presets)}")
+    base, axes = asdict(presets[preset]()), dict(map(_axis, search or []))
+    if unknown := next((k for k in axes if k not in base), None):
+        raise DartspecError(f"the search has no {unknown!r}; there are: {', '.join(base)}")
+    grid = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+    searches = {
+        " ".join([preset, *(f"{k}={v}" for k, v in changes.items())]): SearchConfig(**{**base, **changes})
+        for changes in grid
+    }
+    sizes = [n for n in _sizes(nodes) if isinstance(n, int)]
+    if not sizes:
+        raise DartspecError(f"nodes is {nodes!r}; replay needs fixed sizes, such as 8,16")
+    data = Capture.load(file)
+    if not data.texts:
+        raise DartspecError(f"{file} holds no text: record some prompts with dartspec bench capture")
+    indices = {Path(i).name: None if i == "none" else NgramIndex.open(i) for i in index or ["none"]}
+    total = len(indices) * len(searches) * len(sizes)
+    rows = list(track(replayed(data, indices, searches, sizes), "replaying", total, console=term.err, transient=True))
+    table = Table("index", "search", *(f"M, {n} nodes" for n in sizes), "against the first", box=box.SIMPLE_HEAD)
+    for start in range(0, len(rows), len(sizes)):
+        own, first = rows[start : start + len(sizes)], rows[len(sizes) - 1]
+        for r, reference in zip(own, rows, strict=False):
+            sums = [list(zip(x["committed"], x["rounds"], strict=True)) for x in (r, reference)]
+            r["against_first"] = rate_ratio(*sums).rounded()
+        ratio = _interval(own[-1]["against_first"]) if own[-1] is not first else ""
+        table.add_row(own[0]["index"], own[0]["search"], *(f"{r['M']:.3f}" for r in own), ratio)
+    _print(table, term)
+    result = {"kind": "replay", "capture": data.facts, "rows": rows, "provenance": provenance()}
+    if out is not None:
+        save_result(out, result)
+    if record is not None:
+        config = json_module.loads((record / "config.json").read_text(encoding="utf-8"))
+        config["acceptance"] = {"0": 1.0} | {str(r["nodes"]): round(r["M"], 3) for r in rows[: len(sizes)]}
+        save_result(record / "config.json", config)
+    brief = ("index", "search", "nodes", "A", "M", "uncut_M", "against_first")
+    _last_line({"texts": len(data.texts), "rows": [{k: r[k] for k in brief} for r in rows]})
+
+
+def _axis(text: str) -> tuple[str, list[Any]]:
+    """KEY=VALUE[,VALUE...], each value as JSON."""
+    key, _, values = text.partition("=")
+    try:
+        return key, [json_module.loads(v) for v in values.split(",")]
+    except ValueError:
+        raise DartspecError(
+            f"search is {text!r}; it must be KEY=VALUE[,VALUE...], such as ngram_weight=0.25,0.5"
+        ) from None
+
+
 def _run(kind: str, config: RunConfig, loading: o.Loading, out: Path | None, dry_run: bool, term: Terminal) -> None:
     """Both verbs: the cells, the journal, the result, the table."""
     from dataclasses import replace

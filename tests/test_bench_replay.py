@@ -1,0 +1,242 @@
+"""Replay over recorded guesses counts what the engine counts, round for round, at every temperature (float32)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+import dartspec
+import tiny_cli
+from dartspec.bench.lattices import Capture, Replay, capture, replay
+from dartspec.bench.suites import Prompt
+from dartspec.cli.main import app
+from dartspec.errors import DartspecError
+from dartspec.lattice import MOST_CONTEXT, SearchConfig, build_tree
+from dartspec.ngram import NgramIndex
+from dartspec.types import Committed, SamplingParams, TokenTree
+from test_cli import save_drafter
+
+PROMPTS = [
+    Prompt("a", "s", ("the the the",)),
+    Prompt("b", "s", (), (5, 6, 7, 5, 6, 7)),
+    Prompt("c", "t", ("an on in the an",)),
+]
+EOS = tiny_cli.tokenizer().eos_token_id
+
+
+class Guesser:
+    """A lattice drafter that is often right: at offset t it has the true token among its guesses for 3 positions of 4,
+    by a rule of the position alone. It knows the texts that it is to guess."""
+
+    taps: tuple[int, ...] = ()
+    d, k = 5, 6
+
+    def __init__(self, texts: list[list[int]], index: NgramIndex | None = None) -> None:
+        self.texts, self.index, self.search = texts, index, SearchConfig(top_k=self.k, beam=4)
+
+    def reset(self, slots: Sequence[int]) -> None:
+        """Nothing is remembered."""
+
+    def lattice(self, new: Sequence[Committed]) -> tuple[Tensor, Tensor]:
+        log_probs, tokens = zip(*(self._one(c.history.tolist()) for c in new), strict=True)
+        return torch.stack(log_probs), torch.stack(tokens)
+
+    def _one(self, history: list[int]) -> tuple[Tensor, Tensor]:
+        at = len(history)
+        text = next((t for t in self.texts if t[:at] == history), [])
+        tokens = torch.tensor([[(7 * (at + t) + 11 * j) % 250 for j in range(self.k)] for t in range(self.d)])
+        for t, token in enumerate(text[at : at + self.d]):
+            if (at + t) % 4 and token not in tokens[t]:
+                tokens[t, (at + t) % 3] = token
+        rank = torch.linspace(-0.5, -4.0, self.k).expand(self.d, -1) - 0.01 * torch.arange(self.d)[:, None]
+        return rank.float().contiguous(), tokens.int()
+
+    def propose(self, new: Sequence[Committed], budget: Sequence[int]) -> list[TokenTree]:
+        log_probs, tokens = self.lattice(new)
+        return [
+            build_tree(c[-1], p, t, c, b, self.index, self.search, frozenset({EOS}))
+            for c, p, t, b in zip(
+                (n.history[-MOST_CONTEXT:].tolist() for n in new), log_probs, tokens, budget, strict=True
+            )
+        ]
+
+
+@pytest.fixture(scope="module")
+def lm() -> dartspec.LM:
+    return dartspec.load(tiny_cli.model(), tiny_cli.tokenizer(), drafter="none", nodes=0)
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory, lm: dartspec.LM) -> Path:
+    """An index of the target's own answers."""
+    folder = tmp_path_factory.mktemp("index")
+    answers = [lm.generate([5 + k, 6, 7], max_tokens=60, ignore_eos=True).ids for k in range(12)]
+    rows = "".join(json.dumps({"response": ids}) + "\n" for ids in answers)
+    (folder / "own.jsonl").write_text(rows)
+    tokenizer = str(tiny_cli.save(folder / "model"))
+    out = folder / "own.ngram"
+    done = CliRunner().invoke(
+        app, ["ngram", "build", str(folder / "own.jsonl"), "--tokenizer", tokenizer, "--out", str(out)]
+    )
+    assert done.exit_code == 0, done.stderr
+    return out
+
+
+def answers_of(lm: dartspec.LM, params: SamplingParams) -> list[list[int]]:
+    prompts = [lm.encode([{"role": "user", "content": p.turns[0]}]) if p.turns else list(p.ids) for p in PROMPTS]
+    return [p + lm.generate(p, params=params).ids for p in prompts]
+
+
+def rounds_of_engine(lm: dartspec.LM, drafter: Any, params: SamplingParams, nodes: int) -> list[list[tuple[int, ...]]]:
+    own = lm.with_drafter(drafter, nodes=nodes)
+    found = []
+    for p in PROMPTS:
+        ids = lm.encode([{"role": "user", "content": p.turns[0]}]) if p.turns else list(p.ids)
+        metrics = own.generate(ids, params=params).metrics
+        found.append([(r.num_drafted, r.num_accepted, r.num_committed) for r in metrics.rounds])
+    return found
+
+
+PARAMS = {
+    "greedy": SamplingParams(max_tokens=40, ignore_eos=True),
+    "sampled": SamplingParams(temperature=0.8, seed=3, max_tokens=40),
+    "ends early": SamplingParams(temperature=1.0, seed=1, max_tokens=40, logit_bias={EOS: 5.0}),
+    "short": SamplingParams(temperature=0.8, seed=4, max_tokens=7),
+    "one token": SamplingParams(max_tokens=2),
+}
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+@pytest.mark.parametrize("with_index", [False, True])
+def test_replayed_rounds_are_the_engines(
+    lm: dartspec.LM, index: Path, params: SamplingParams, with_index: bool, tmp_path: Path
+) -> None:
+    opened = NgramIndex.open(index) if with_index else None
+    guesser = Guesser(answers_of(lm, params), opened)
+    data = Capture(
+        list(capture(lm.with_drafter(guesser), PROMPTS, params)),
+        frozenset(lm.target.eos_token_ids),
+        lm.text.fingerprint,
+    )
+    assert [t.id for t in data.texts] == [p.id for p in PROMPTS]
+    if params.max_tokens > 2:
+        data.save(tmp_path / "x.safetensors")
+        data = Capture.load(tmp_path / "x.safetensors")
+    accepted = 0
+    one = Replay(data, opened, guesser.search, 20)
+    for nodes in (0, 1, 4, 20):
+        engine = rounds_of_engine(lm, guesser, params, nodes)
+        for i in range(len(PROMPTS)):
+            replayed = [(r.num_drafted, r.num_accepted, r.num_committed) for r in one.rounds(i, nodes).rounds]
+            assert replayed == engine[i], nodes
+            accepted += sum(a for _, a, _ in replayed)
+    if params.logit_bias:
+        assert sum(t.ids[-1] == EOS for t in data.texts) > 1
+    if params.max_tokens > 10:
+        assert accepted > 10  # deep walks were compared, not empty ones
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_dart_itself_is_replayed(lm: dartspec.LM, index: Path, tmp_path: Path, temperature: float) -> None:
+    """The real drafter, whose rows the engine reads several at a time; its weights are random, its index is not."""
+    folder = save_drafter(tmp_path / "drafter")
+    params = SamplingParams(temperature=temperature, seed=2, max_tokens=48, ignore_eos=True)
+    own = lm.with_drafter(folder, nodes=40, index=index)
+    search = SearchConfig(ngram_weight=2.0, ngram_at_level0=True)
+    own.drafter.search = search  # type: ignore[attr-defined]
+    data = Capture(
+        list(capture(lm.with_drafter(folder, nodes=0), PROMPTS, params)),
+        frozenset(lm.target.eos_token_ids),
+        lm.text.fingerprint,
+    )
+    one, total = Replay(data, NgramIndex.open(index), search, 40), 0
+    for i, t in enumerate(data.texts):
+        metrics = own.generate(t.prompt, params=params).metrics
+        expected = [(r.num_drafted, r.num_accepted, r.num_committed) for r in metrics.rounds]
+        assert [(r.num_drafted, r.num_accepted, r.num_committed) for r in one.rounds(i, 40).rounds] == expected
+        assert (one.rounds(i, 40).A, one.rounds(i, 40).M) == (metrics.A, metrics.M)
+        total += sum(a for _, a, _ in expected)
+    assert total > (0 if temperature else 5)
+
+
+def test_the_context_is_as_long_as_the_index_reads(lm: dartspec.LM) -> None:
+    """Four tokens, across the border of prompt and answer; the script before gave two and got another tree."""
+    params = PARAMS["greedy"]
+    guesser = Guesser(answers_of(lm, params))
+    data = Capture(list(capture(lm.with_drafter(guesser), PROMPTS[1:2], params)), frozenset(), lm.text.fingerprint)
+    text, seen = data.texts[0], []
+
+    class Asked(Replay):
+        def _tree(self, number: int, at: int) -> Any:
+            seen.append([*text.prompt, *text.ids[: at + 1]][-MOST_CONTEXT:])
+            return super()._tree(number, at)
+
+    Asked(data, None, guesser.search, 4).rounds(0, 4)
+    assert seen[0] == [*text.prompt[-3:], text.ids[0]]
+
+
+def test_rows_hold_what_intervals_need(lm: dartspec.LM) -> None:
+    params = PARAMS["greedy"]
+    data = Capture(
+        list(capture(lm.with_drafter(Guesser(answers_of(lm, params))), PROMPTS, params)), frozenset(), "fingerprint"
+    )
+    searches = {"a": SearchConfig(top_k=6), "b": SearchConfig(top_k=2)}
+    rows = list(replay(data, {"none": None}, searches, [2, 8]))
+    assert [(r["search"], r["nodes"]) for r in rows] == [("a", 2), ("a", 8), ("b", 2), ("b", 8)]
+    for r in rows:
+        assert r["M"] == pytest.approx(sum(r["committed"]) / sum(r["rounds"]), abs=1e-4)
+    assert rows[1]["M"] > rows[0]["M"] >= 1
+
+
+def test_what_does_not_fit_is_refused(lm: dartspec.LM, index: Path, tmp_path: Path) -> None:
+    params = PARAMS["greedy"]
+    with pytest.raises(DartspecError, match="prompt_lookup has no lattice"):
+        list(capture(lm.with_drafter("prompt_lookup"), PROMPTS, params))
+    texts = list(capture(lm.with_drafter(Guesser(answers_of(lm, params))), PROMPTS[:1], params))
+    with pytest.raises(DartspecError, match="top_k is 25, the capture holds 6"):
+        Replay(Capture(texts, frozenset(), lm.text.fingerprint), None, SearchConfig(), 4)
+    with pytest.raises(DartspecError, match="the index was built for tokenizer"):
+        Replay(Capture(texts, frozenset(), "other"), NgramIndex.open(index), SearchConfig(top_k=6), 4)
+    path = tmp_path / "x.safetensors"
+    with pytest.raises(DartspecError, match="is not there"):
+        Capture.load(path)
+    path.write_bytes(b"\x00" * 40)
+    with pytest.raises(DartspecError, match="is no capture, or damaged"):
+        Capture.load(path)
+
+
+def test_the_verbs_capture_and_replay(tmp_path: Path, index: Path) -> None:
+    model = str(tiny_cli.save(tmp_path / "model"))
+    folder, suite, out = save_drafter(tmp_path / "drafter"), tmp_path / "mine.jsonl", tmp_path / "g.safetensors"
+    suite.write_text('{"prompt": "the the the the"}\n{"prompt": "a b a b a b"}\n')
+
+    def run(*args: str) -> Any:
+        return CliRunner().invoke(app, ["bench", *args])
+
+    args = ("--model", model, "--drafter", str(folder), "--suite", str(suite), "--dtype", "float32", "-n", "20")
+    made = run("capture", *args, "--temperature", "0,1", "--seed", "1,2", "--out", str(out))
+    assert made.exit_code == 0, made.stderr
+    assert json.loads(made.stdout.splitlines()[-1])["texts"] == 6
+    grid = ("--search", "ngram_weight=0.5,2", "--search", "beam=4,20", "--index", str(index), "--index", "none")
+    done = run("replay", str(out), *grid, "--nodes", "4,16", "--record", str(folder))
+    assert done.exit_code == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert len(rows) == 2 * 4 * 2
+    assert rows[0]["against_first"] == [1.0, 1.0, 1.0]
+    assert json.loads((folder / "config.json").read_text())["acceptance"]["16"] == round(rows[1]["M"], 3)
+    for bad, said in (
+        (("--search", "colour=1"), "the search has no 'colour'"),
+        (("--search", "beam=wide"), "search is 'beam=wide'"),
+        (("--preset", "mine"), "preset is 'mine'"),
+        (("--nodes", "auto"), "replay needs fixed sizes"),
+    ):
+        refused = run("replay", str(out), *bad)
+        assert refused.exit_code == 2
+        assert said in refused.stderr
