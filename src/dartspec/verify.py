@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dartspec.device import Recorder, fetch, send
+from dartspec.errors import DartspecError
 from dartspec.sampling import GumbelRows, Sampler, pick_together
 from dartspec.tree import ancestor_mask, depths
 from dartspec.types import Scores, TokenTree, Verdict
@@ -20,10 +21,11 @@ from dartspec.types import Scores, TokenTree, Verdict
 MOST_ROW_BYTES = 256 << 20  # float32 logits that are picked from at once
 
 
-def verify(scores: Scores, tree: TokenTree, sampler: Sampler, history: Sequence[int]) -> Verdict:
+def verify(scores: Scores, tree: TokenTree, sampler: Sampler, history: Sequence[int], every: bool = False) -> Verdict:
     """Walks one sequence's tree, node by node: as many picks as plain decoding would make.
 
     scores:  (N, V) logits, row i for the token after node i. history: committed tokens; `history[-1]` is the root.
+    every:   fill in the picks of all nodes, for drafters that learn from them; -1 where none can be made.
     """
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
     children = {(parents[i], tokens[i]): i for i in range(len(tokens) - 1, 0, -1)}  # the first of equal siblings wins
@@ -36,9 +38,23 @@ def verify(scores: Scores, tree: TokenTree, sampler: Sampler, history: Sequence[
         picks[node] = pick
         child = children.get((node, pick))
         if child is None:
+            if every:
+                _pick_others(picks, scores, tree, sampler, history)
             return Verdict(path, pick, picks)
         path.append(child)
         drafted.append(pick)
+
+
+def _pick_others(picks: Tensor, scores: Scores, tree: TokenTree, sampler: Sampler, history: Sequence[int]) -> None:
+    """Picks at the nodes off the walk, each on its own path."""
+    paths: list[list[int]] = []
+    for node, (token, parent) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
+        paths.append([*paths[parent], token] if parent >= 0 else [])
+        if picks[node] < 0:
+            try:
+                picks[node] = sampler.pick(scores.logits[node], history, paths[node])
+            except DartspecError:  # no token can follow here: an error only if the walk had come this way
+                continue
 
 
 class Together:
