@@ -134,6 +134,7 @@ class Rounds:
         self.session, self.drafter, self.controller = session, drafter, controller
         self.strict = strict
         self.num_downgraded = 0
+        self._every = bool(getattr(drafter, "needs_picks", False))  # the picks at all nodes, not only on the walk
         self._device = target.device
         # on an accelerator all sequences are verified at once, with one transfer back
         on_device = target.device.type != "cpu" or target.recorder is not None
@@ -259,7 +260,7 @@ class Rounds:
     def _verdict(self, s: Running, scores: Scores, tree: TokenTree) -> Verdict | None:
         """None where no token can be picked, or the request's own processor failed: that ends this sequence alone."""
         try:
-            return verify(scores, tree, s.sampler, s.ids)
+            return verify(scores, tree, s.sampler, s.ids, self._every)
         except Exception as error:
             if self.strict:
                 raise
