@@ -12,7 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dartspec.accounting import Metrics
@@ -142,15 +144,30 @@ class Rounds:
 
     def join(self, s: Running) -> None:
         """A sequence begins: it takes a row of the session."""
-        self.drafter.reset([s.slot])  # whatever a stream that nobody closed has left there
+        self.forget(s.slot)  # whatever a stream that nobody closed has left there
         self.session.open(s.slot)
         self.controller.join(s.slot, s.sampler.params, s.num_prompt)
 
-    def leave(self, s: Running) -> None:
-        """It is over, finished or not; its slot is free at once."""
-        self.session.free(s.slot)
-        self.drafter.reset([s.slot])
+    def leave(self, s: Running, last_stays: bool = False) -> None:
+        """It is over, finished or not; its slot is free at once. last_stays: see `Session.free`."""
+        self.session.free(s.slot, last_stays)
+        self.forget(s.slot)
         self.controller.leave(s.slot)
+
+    def forget(self, slot: int) -> None:
+        """The drafter forgets a slot."""
+        try:
+            self.drafter.reset([slot])
+        except Exception as error:
+            if self.strict:
+                raise
+            _log.warning("a drafter failed to forget a sequence (%s: %s)", type(error).__name__, error)
+
+    def catch_up(self, s: Running) -> None:
+        """Tells the drafter what it does not know yet of a sequence, drafting nothing: all of one that has finished. Of
+        one that goes on, the last row waits: its next draft begins there."""
+        if s.speculates and s.num_unread > (s.finish is None):
+            self._propose([s], [0], but_last=s.finish is None)
 
     def step(self, alive: Sequence[Running]) -> list[Chunk]:
         """One round of sequences whose prompts have been read; one chunk each, in their order."""
@@ -166,7 +183,7 @@ class Rounds:
         walked = [v for v in verdicts if v is not None]
         self.session.keep([slots[i] for i in good], [v.path for v in walked])
         chunks = [
-            s.failed() if v is None else s.commit(r, t, v)
+            s.ended("error") if v is None else s.commit(r, t, v)
             for s, r, t, v in zip(alive, scores, trees, verdicts, strict=True)
         ]
         times = clock.times(
@@ -216,10 +233,10 @@ class Rounds:
         whole = zip(alive, trees, cut, strict=True)
         return [new if new is old else s.fit(new, old.num_drafts) for s, old, new in whole], num_read
 
-    def _propose(self, sequences: Sequence[Running], budget: Sequence[int]) -> list[TokenTree]:
+    def _propose(self, sequences: Sequence[Running], budget: Sequence[int], but_last: bool = False) -> list[TokenTree]:
         """The drafter's trees, each looked at and fitted to its sequence."""
         try:
-            drafts = self.drafter.propose([s.news() for s in sequences], budget)
+            drafts = self.drafter.propose([s.news(but_last) for s in sequences], budget)
             if len(drafts) != len(sequences):
                 raise DartspecError(f"the drafter proposed {len(drafts)} trees for {len(sequences)} sequences")
         except Exception as error:
@@ -231,7 +248,9 @@ class Rounds:
             return [self._propose([s], [b])[0] for s, b in zip(sequences, budget, strict=True)]
         trees = []
         for s, tree, most in zip(sequences, drafts, budget, strict=True):
-            s.was_read()
+            s.was_read(but_last)
+            if but_last:
+                continue
             try:
                 trees.append(s.fit(tree, most))
             except Exception as error:
@@ -246,7 +265,7 @@ class Rounds:
             _log.warning("a drafter failed (%s: %s); its sequence goes on without drafts", type(error).__name__, error)
         self.num_downgraded += 1
         s.stop_speculating()
-        self.drafter.reset([s.slot])
+        self.forget(s.slot)
         return root_only(s.ids[-1])
 
     def _verdicts(
@@ -328,20 +347,36 @@ class Running:
         return num_nodes if most is None else min(most, num_nodes)
 
     @property
+    def tokens(self) -> NDArray[np.int64]:
+        """(L,) every committed token; a view."""
+        history: NDArray[np.int64] = self._history[: len(self.ids)].numpy()
+        return history
+
+    def begin_at(self, length: int, was_read: bool) -> None:
+        """The first `length` positions are in the session's cache. was_read: the drafter knows their rows too."""
+        self.num_run = length
+        if not was_read:
+            self.num_unread = length
+
+    @property
     def must_be_read(self) -> bool:
         """Whether so many features wait for the drafter that it should take them now, drafts or none."""
         return self.speculates and bool(self._unread) and self.num_unread >= MOST_UNREAD
 
-    def news(self) -> Committed:
-        """All that the drafter has not been told of."""
-        features = torch.cat(self._unread) if len(self._unread) > 1 else self._unread[0] if self._unread else None
-        history = self._history[: len(self.ids)]
-        return Committed(self.slot, history, self.num_unread, features, self._tree, self._picks, self.sampler.perturbed)
+    def news(self, but_last: bool = False) -> Committed:
+        """All that the drafter has not been told of, or all but the last row and the last token."""
+        if len(self._unread) > 1:
+            self._unread = [torch.cat(self._unread)]
+        features = self._unread[0] if self._unread else None
+        history, n = self._history[: len(self.ids)], self.num_unread
+        if but_last:
+            history, n, features = history[:-1], n - 1, None if features is None else features[:-1]
+        return Committed(self.slot, history, n, features, self._tree, self._picks, self.sampler.perturbed)
 
-    def was_read(self) -> None:
-        """The drafter has been told everything."""
-        self.num_unread = 0
-        self._unread.clear()
+    def was_read(self, but_last: bool = False) -> None:
+        """The drafter has been told that."""
+        self.num_unread = int(but_last)
+        self._unread = [self._unread[0][-1:].clone()] if but_last and self._unread else []
 
     def stop_speculating(self) -> None:
         """No drafts from here on, and no features kept."""
@@ -399,10 +434,10 @@ class Running:
         self._learn(len(rows), scores.features[rows] if scores.features is not None and self.speculates else None)
         return chunk
 
-    def failed(self) -> Chunk:
-        """The last chunk of a sequence that cannot go on (`error` says why), with the text that was held back."""
-        self.finish = "error"
-        return Chunk(self.index, [], 0, self._rest(), self.finish, self.metrics, self.sampler.seed)
+    def ended(self, finish: str) -> Chunk:
+        """The last chunk of a sequence that was ended from outside, with the text that was held back."""
+        self.finish = finish
+        return Chunk(self.index, [], 0, self._rest(), finish, self.metrics, self.sampler.seed)
 
     def _append(self, tokens: list[int], logits: Tensor, num_accepted: int, tree: TokenTree | None) -> Chunk:
         """The one stopping rule: stop ids, then stop strings, then the length. Row i of `logits` is token i's."""
