@@ -139,8 +139,36 @@ def tiny_mix(target: Target) -> Drafter:
     return drafter
 
 
+def tiny_dflash(target: Target) -> Drafter:
+    """Two layers with random weights, over a context of real features."""
+    module = drafters.get("dflash")
+    config = module.Config(**tiny_layer(target), d=4, taps=(1, 2, 3), num_layers=2, head_norm=True)
+    drafter: Drafter = module.DFlashDrafter(randomised(module.DFlashNet(config), 5), target)
+    return drafter
+
+
+def tiny_medusa(target: Target) -> Drafter:
+    """Random heads on the target's last state."""
+    module = drafters.get("medusa")
+    shape = {k: v for k, v in tiny_layer(target).items() if k in module.Config.__dataclass_fields__}
+    net = randomised(module.MedusaNet(module.Config(**shape, d=3, taps=(-1,))), 6)
+    drafter: Drafter = module.MedusaDrafter(net, target)
+    return drafter
+
+
+def tiny_hydra(target: Target) -> Drafter:
+    """Random heads that see the path, and a layer over the last states in front."""
+    module = drafters.get("hydra")
+    config = module.Config(**tiny_layer(target), d=3, taps=(-1,), num_blocks=2, prefix=True, top_k=3)
+    drafter: Drafter = module.HydraDrafter(randomised(module.HydraNet(config), 7), target)
+    return drafter
+
+
 # methods with weights or parts: how to make a tiny one
 TINY = {
+    "dflash": tiny_dflash,
+    "hydra": tiny_hydra,
+    "medusa": tiny_medusa,
     "dart": tiny_dart,
     "eagle3": tiny_eagle3,
     "index": tiny_index,

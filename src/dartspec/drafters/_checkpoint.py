@@ -180,7 +180,6 @@ class DraftNet(nn.Module):
     """
 
     config_class: ClassVar[type[NetConfig]]
-    by_vocabulary: ClassVar[tuple[str, ...]] = ("lm_head.weight",)  # tensors with a row for each draft id
     config: NetConfig
     d2t: Tensor
 
@@ -188,6 +187,11 @@ class DraftNet(nn.Module):
         super().__init__()
         self.config = config
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+
+    @property
+    def by_vocabulary(self) -> tuple[str, ...]:
+        """Names of the tensors that have a row for each draft id."""
+        return ("lm_head.weight",)
 
     def target_ids(self) -> Tensor:
         """(draft_vocab,) int64: the target's id of each draft id."""

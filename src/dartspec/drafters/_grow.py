@@ -14,7 +14,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dartspec.lattice import SearchConfig, build_tree
 from dartspec.types import TokenTree
+
+LEAST_BEAM = 64
+
+
+def best_first(
+    root: int, log_probs: Tensor, tokens: Tensor, budget: int, ends: frozenset[int], top_k: int
+) -> TokenTree:
+    """The `budget` likeliest paths of independent positions, (d, k) each: a node's value is the product of its path's
+    probabilities. With a beam as wide as the tree the search loses none of them."""
+    config = SearchConfig(
+        top_k=top_k,
+        beam=max(LEAST_BEAM, budget),
+        level_exponent=0.0,
+        logit_decay=1.0,
+        ngram_weight=0.0,
+        softmax_over_kept=False,
+    )
+    return build_tree(root, log_probs, tokens, [root], budget, None, config, ends)
 
 
 class Growth:

@@ -11,6 +11,7 @@ from dartspec import _core
 from dartspec.device import fetch
 from dartspec.drafters._checkpoint import LayerConfig
 from dartspec.errors import DartspecError
+from dartspec.target.attention import attend
 from dartspec.types import Committed
 
 
@@ -99,6 +100,49 @@ class FusedLayer(nn.Module):
     def finish(self, features: Tensor, attended: Tensor) -> Tensor:
         """(n, H) features, (n, heads * head_dim) attention output -> (n, H), not normed."""
         residual = self.hidden_norm(features) if self.norm_before_residual else features
+        x = residual + self.self_attn.o_proj(attended)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class LlamaLayer(nn.Module):
+    """A decoder layer as Llama has it; with `head_norm` queries and keys are normed by head, as in Qwen3."""
+
+    def __init__(self, c: LayerConfig, head_norm: bool = False) -> None:
+        super().__init__()
+        self.num_kv_heads, self.head_dim, self.head_norm = c.num_key_value_heads, c.head_dim, head_norm
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = Attention(
+            c.hidden_size, c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        )
+        if head_norm:
+            self.self_attn.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+            self.self_attn.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = GatedMLP(c.hidden_size, c.intermediate_size)
+
+    def head_norms(self) -> tuple[RMSNorm | None, RMSNorm | None]:
+        """Of queries and of keys."""
+        norms = [getattr(self.self_attn, name, None) for name in ("q_norm", "k_norm")]
+        return norms[0], norms[1]
+
+    def queries(self, x: Tensor) -> Tensor:
+        """(n, H) normed -> (n, heads, head_dim), not rotated."""
+        q: Tensor = self.self_attn.q_proj(x).view(len(x), -1, self.head_dim)
+        return self.self_attn.q_norm(q) if self.head_norm else q  # type: ignore[operator]
+
+    def keys(self, x: Tensor) -> Tensor:
+        """(n, H) normed -> (n, kv heads, head_dim), not rotated."""
+        k: Tensor = self.self_attn.k_proj(x).view(len(x), self.num_kv_heads, self.head_dim)
+        return self.self_attn.k_norm(k) if self.head_norm else k  # type: ignore[operator]
+
+    def values(self, x: Tensor) -> Tensor:
+        """(n, H) normed -> (n, kv heads, head_dim)."""
+        out: Tensor = self.self_attn.v_proj(x).view(len(x), self.num_kv_heads, self.head_dim)
+        return out
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """(n, H) residual, (n, heads * head_dim) attention output -> (n, H)."""
         x = residual + self.self_attn.o_proj(attended)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
@@ -221,11 +265,14 @@ class Head:
     weight: (V, H). forbidden: (V,) bool, ids never to be drafted, or None.
     """
 
-    def __init__(self, weight: Tensor, forbidden: Tensor | None, packed: bool, num_threads: int) -> None:
+    def __init__(
+        self, weight: Tensor, forbidden: Tensor | None, packed: bool, num_threads: int, bias: Tensor | None = None
+    ) -> None:
+        self._bias = bias
         self._forbidden = forbidden if forbidden is not None and bool(forbidden.any()) else None
         self._size, self.num_threads = len(weight), num_threads
         self._int8: _core.Int8Linear | None = None
-        if packed and _core.draft_kernels_supported():
+        if packed and bias is None and _core.draft_kernels_supported():
             weight = weight.contiguous()
             self._int8 = _core.Int8Linear(weight.data_ptr(), *weight.shape)
         else:
@@ -238,7 +285,8 @@ class Head:
         """
         k = min(k, self._size)
         if self._int8 is None:
-            return self._by_torch(self._product(x, float32=True), k)
+            logits = self._product(x, float32=True)
+            return self._by_torch(logits if self._bias is None else logits.add_(self._bias), k)
         n = len(x)
         logits = torch.empty(n, self._size)
         self._int8.apply(x.data_ptr(), n, x.stride(0), logits.data_ptr(), self.num_threads)
@@ -269,6 +317,13 @@ class Prefix:
         self.length = 0
         self.keys = torch.empty(num_heads, 0, dim, dtype=dtype, device=device)  # (kv, capacity, dim)
         self.values = torch.empty_like(self.keys)
+
+    def store(self, at: int, keys: Tensor, values: Tensor) -> None:
+        """(n, kv, dim) each from position `at` on; what lies behind `length` is lost when room is made."""
+        end = at + len(keys)
+        self.reserve(end)
+        self.keys[:, at:end] = keys.transpose(0, 1)
+        self.values[:, at:end] = values.transpose(0, 1)
 
     def reserve(self, length: int) -> None:
         capacity = self.keys.shape[1]
@@ -324,3 +379,53 @@ def news(one: Committed, num_read: int, taps: int, width: int) -> tuple[Tensor, 
             "reset the slot and give every position since the start"
         )
     return one.features.flatten(1), one.history[length - n :]
+
+
+def news_of_last(one: Committed, width: int) -> Tensor:
+    """(width,) the state that predicted the last committed token; the rest of the history is not needed."""
+    n = one.n_new
+    if one.features is None or n < 1 or tuple(one.features.shape) != (n, 1, width):
+        found = None if one.features is None else list(one.features.shape)
+        raise DartspecError(f"the drafter wants features of shape {[n, 1, width]} for {n} new tokens, found {found}")
+    return one.features[-1, 0]
+
+
+class PackedLayer:
+    """A `LlamaLayer` for decoding, over any number of prefixes."""
+
+    def __init__(self, layer: LlamaLayer, packed: bool, num_threads: int) -> None:
+        attn = layer.self_attn
+        self.kv_heads, self.dim, self.num_threads = layer.num_kv_heads, layer.head_dim, num_threads
+        self.heads = attn.q_proj.out_features // self.dim
+        self.input_norm = Norm(layer.input_layernorm, packed)
+        self.qkv = Product([attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight], packed, num_threads)
+        self.kv = Product([attn.k_proj.weight, attn.v_proj.weight], packed, num_threads)
+        self._q_norm, self._k_norm = layer.head_norms()
+        self._o = Product([attn.o_proj.weight], packed, num_threads)
+        self._mlp_norm, self._mlp = Norm(layer.post_attention_layernorm, packed), Gated(layer.mlp, packed, num_threads)
+
+    def keys_values(self, x: Tensor, positions: Tensor, rope: RopeTable) -> tuple[Tensor, Tensor]:
+        """(n, H) rows as attention reads them -> rotated keys and values, (n, kv heads, dim)."""
+        kv = self.kv(x).view(len(x), 2, self.kv_heads, self.dim)
+        return self._turned(kv[:, 0], self._k_norm, positions, rope), kv[:, 1]
+
+    def queries_keys_values(self, x: Tensor, positions: Tensor, rope: RopeTable) -> tuple[Tensor, Tensor, Tensor]:
+        """The same with the queries (n, heads, dim) in front."""
+        qkv = self.qkv(x).view(len(x), self.heads + 2 * self.kv_heads, self.dim)
+        q, k, v = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
+        return self._turned(q, self._q_norm, positions, rope), self._turned(k, self._k_norm, positions, rope), v
+
+    def _turned(self, x: Tensor, norm: nn.Module | None, positions: Tensor, rope: RopeTable) -> Tensor:
+        return rope.turn(x if norm is None else norm(x), positions)
+
+    def attend(self, q: Tensor, prefix: Prefix, length: int, causal: bool = False) -> Tensor:
+        """(n, heads, dim) queries over the first `length` keys -> (n, heads * dim). causal: they are the last rows."""
+        keys, values = prefix.keys[None, :, :length], prefix.values[None, :, :length]
+        q = q.transpose(0, 1)[None]
+        return attend(q, keys, values, None, causal=causal, num_threads=self.num_threads).view(q.shape[2], -1)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """(n, H) and (n, heads * dim) -> (n, H)."""
+        x = residual + self._o(attended)
+        x += self._mlp(self._mlp_norm(x))
+        return x

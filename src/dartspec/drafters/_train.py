@@ -141,7 +141,7 @@ def start_fused(layer: FusedLayer, fc: nn.Linear, s: Start) -> None:
     On SmolLM2 this start was worth 0.4 of the loss at offset 1 and 0.6 at offset 2 after 200 updates; starting the
     final norm from the target's made it worse (the head is then sure of the token that is already known).
     """
-    size, width = int(s.common["hidden_size"]), int(s.common["target_hidden_size"])
+    size = int(s.common["hidden_size"])
     weights = s.layer(s.num_layers - 1)
     with torch.no_grad():
         for name, p in layer.named_parameters():
@@ -151,9 +151,24 @@ def start_fused(layer: FusedLayer, fc: nn.Linear, s: Start) -> None:
             part = p[:, size:] if re.search(r"[qkv]_proj", name) else p
             if part.shape == weight.shape:
                 part.copy_(weight)
+    identity_on_highest(fc, s)
+
+
+def identity_on_highest(fc: nn.Linear, s: Start) -> None:
+    """The projection passes the highest tap's states on."""
+    size, width = int(s.common["hidden_size"]), int(s.common["target_hidden_size"])
+    with torch.no_grad():
         fc.weight.zero_()
         same = min(size, width)
         fc.weight[:same, -width:][:, :same] = torch.eye(same)
+
+
+def copy_fitting(layer: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Weights whose names and shapes agree."""
+    with torch.no_grad():
+        for name, p in layer.named_parameters():
+            if name in weights and weights[name].shape == p.shape:
+                p.copy_(weights[name])
 
 
 def copy_head(weight: Tensor, s: Start) -> None:

@@ -258,18 +258,11 @@ class Eagle3Drafter:
         keys = self._rope.turn(kv[:, 0], positions.to(device))
         at = 0
         for (prefix, _, _), n in zip(parts, sizes, strict=True):
-            self._store(prefix, prefix.length, keys[at : at + n], kv[at : at + n, 1])
+            prefix.store(prefix.length, keys[at : at + n], kv[at : at + n, 1])
             prefix.length += n
             at += n
         ends = torch.tensor(sizes).cumsum(0) - 1
         return [(features[e], x[e]) for e in ends.tolist()]
-
-    def _store(self, prefix: Prefix, at: int, keys: Tensor, values: Tensor) -> None:
-        """(n, kv, dim) each, at position `at`; what lies behind the prefix's length is scratch."""
-        end = at + len(keys)
-        prefix.reserve(end)
-        prefix.keys[:, at:end] = keys.transpose(0, 1)
-        prefix.values[:, at:end] = values.transpose(0, 1)
 
     def _inputs(self, ids: Tensor, features: Tensor) -> Tensor:
         """(n,) ids, (n, H) features -> (n, 2H)."""
@@ -330,7 +323,7 @@ class Eagle3Drafter:
             for i, prefix in enumerate(prefixes):
                 span = slice(i * w, (i + 1) * w)
                 length = prefix.length + own.shape[2]
-                self._store(prefix, length - w, turned[span, heads:], qkv[span, heads + kv :])
+                prefix.store(length - w, turned[span, heads:], qkv[span, heads + kv :])
                 mask = torch.ones(w, length, dtype=torch.bool)
                 mask[:, prefix.length :] = own[i]
                 attended.append(self._attend(turned[span, :heads], prefix, length, mask.to(device)))
