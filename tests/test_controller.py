@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dartspec import drafters, engine
@@ -95,7 +95,8 @@ class Adversary:
             assert max(verdict.path) < len(tree.tokens)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
+@example(seed=0, name="small_model", batch=1)  # the bonus token was a node that the controller had cut
 @given(seed=st.integers(0, 10**6), name=st.sampled_from(drafters.names()), batch=st.integers(1, 4))
 def test_no_controller_changes_the_text(seed: int, name: str, batch: int) -> None:
     """Every drafter: those that keep state are left out of rounds and catch up later."""

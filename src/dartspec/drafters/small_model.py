@@ -189,7 +189,8 @@ class SmallModel:
             path: list[int] = []
             known = [*read, *last.row_tokens[: last.row_of[0] + 1]]
             if self._translator is None or ids[: len(known)] == known:
-                path = last.accepted(ids[len(known) :])
+                # but the root, which waits even where it was drafted: a controller may have cut it off the tree
+                path = last.accepted(ids[len(known) : -1])
             else:  # the text goes on in a way that splits its end anew
                 same = next((k for k, (a, b) in enumerate(zip(read, ids[:-1], strict=False)) if a != b), None)
                 del read[min(len(read), len(ids) - 1) if same is None else same :]
