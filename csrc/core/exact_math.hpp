@@ -12,7 +12,7 @@ inline constexpr double kLn2High = 0x1.62e42fee00000p-1;  // ln 2 in two parts: 
 inline constexpr double kLn2Low = 0x1.a39ef35793c76p-33;
 
 // Natural logarithm of a positive, finite, normal double. 2 atanh(s), s = (m - 1) / (m + 1), m in [sqrt 1/2, sqrt 2).
-inline double exact_log(double x) {
+[[gnu::always_inline]] inline double exact_log(double x) {
   constexpr std::uint64_t kRootHalf = 0x3FE6A09E667F3BCD, kBias = 1024;
   const std::uint64_t shifted = std::bit_cast<std::uint64_t>(x) - kRootHalf + (kBias << 52);
   // an integer below 2^52 to double by its bits: every vector unit can do that

@@ -1,8 +1,12 @@
 #include "tree_search.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
+
+#include "exact_math.hpp"
+#include "kernels_pool.hpp"
 
 namespace dartspec {
 
@@ -13,39 +17,117 @@ void at_least(std::vector<T>& v, std::size_t n) {
   if (v.size() < n) v.resize(n);
 }
 
+constexpr int kMostContext = kMaxOrder - 1;
+
+struct Ranked {
+  double score;
+  std::int32_t id;
+};
+
+// The best `limit` seen, best first; the earlier one wins a tie.
+struct Best {
+  std::vector<Ranked> items;
+  int size = 0, limit = 0;
+
+  void reset(int new_limit) {
+    at_least(items, static_cast<std::size_t>(new_limit) + 1);
+    limit = new_limit;
+    size = 0;
+  }
+  // What a score must exceed to enter.
+  double bar() const { return size < limit ? -INFINITY : limit > 0 ? items[limit - 1].score : INFINITY; }
+  void insert(double score, std::int32_t id) {
+    int at = size < limit ? size++ : size - 1;
+    for (; at > 0 && items[at - 1].score < score; --at) items[at] = items[at - 1];
+    items[at] = {score, id};
+  }
+};
+
+struct Path {
+  double sum;   // equation (10), summed
+  double rank;  // lowest sum on the path
+  std::int32_t id;
+  int row;                                        // of the continuity rows
+  std::array<std::int32_t, kMostContext> tail{};  // its last tokens, the newest last; kept for a text only
+  int tail_size = 0;
+};
+
+struct Candidate {
+  std::int32_t token, parent;
+};
+
 }  // namespace
+
+class TreeSearch::Scratch {
+ public:
+  explicit Scratch(const SearchConfig& config)
+      : config_(config), query_(config.backoff, config.ngram_weight, config.eps) {}
+
+  void run(SearchCase& c, std::span<const std::int32_t> eos, const NgramIndex* index);
+
+ private:
+  int prepare_row(const float* log_probs, const std::int32_t* tokens, int k, int level, std::span<const std::int32_t> eos);
+  void mix_text(const TextCounts& text, const Path& path, bool alone, int n, double* row);
+
+  SearchConfig config_;
+  NgramQuery query_;
+  std::vector<double> weights_, decays_;  // by level
+  // the candidates of the row at hand, in column order
+  WantedTokens wanted_;
+  std::vector<int> column_;
+  std::vector<double> log_prob_, term_, sums_;
+  std::vector<std::uint8_t> is_eos_;
+  std::vector<double> rows_;  // continuity of this level: one a distinct state, or one a path where there is a text
+  std::vector<NgramState> states_, next_states_;
+  std::vector<double> text_row_;
+  std::vector<Path> paths_, next_paths_;
+  std::vector<Candidate> candidates_;
+  std::vector<std::int32_t> beam_of_, slot_;  // by candidate: its parent's place in the beam; its node
+  std::vector<std::int32_t> column_of_;
+  Best level_best_, tree_best_;
+};
 
 TreeSearch::TreeSearch(const SearchConfig& config) : config_(config) {
   auto number = [](double v) { return std::to_string(v); };
   if (config.top_k < 1) throw Error("top_k is " + std::to_string(config.top_k) + ", expected at least 1");
   if (config.beam < 1) throw Error("beam is " + std::to_string(config.beam) + ", expected at least 1");
-  if (!(config.eps > 0 && config.eps <= 1)) throw Error("eps is " + number(config.eps) + ", expected 0 < eps <= 1");
+  if (!(config.eps >= 1e-300 && config.eps <= 1)) throw Error("eps is " + number(config.eps) + ", expected 1e-300 <= eps <= 1");
   if (!(config.logit_decay > 0 && config.logit_decay <= 1))
     throw Error("logit_decay is " + number(config.logit_decay) + ", expected 0 < logit_decay <= 1");
+  if (!(config.backoff > 0 && config.backoff <= 1))
+    throw Error("backoff is " + number(config.backoff) + ", expected 0 < backoff <= 1");
+  if (!(config.text_weight >= 0 && config.text_weight <= 1))
+    throw Error("text_weight is " + number(config.text_weight) + ", expected 0 to 1");
   for (double v : {config.level_exponent, config.ngram_weight})
     if (!(v >= 0 && std::isfinite(v)))
       throw Error("level_exponent and ngram_weight are " + number(config.level_exponent) + " and " +
                   number(config.ngram_weight) + ", expected finite and not negative");
-  unseen_ = config_.ngram_weight * std::log(0.0 + config_.eps);
 }
 
-void TreeSearch::Best::reset(int new_limit) {
-  at_least(items, static_cast<std::size_t>(new_limit) + 1);
-  limit = new_limit;
-  size = 0;
-}
+TreeSearch::~TreeSearch() = default;
 
-void TreeSearch::Best::insert(double score, std::int32_t id) {
-  int at = size < limit ? size++ : size - 1;
-  for (; at > 0 && items[at - 1].score < score; --at) items[at] = items[at - 1];
-  items[at] = {score, id};
+void TreeSearch::run(std::span<SearchCase> cases, std::span<const std::int32_t> eos, const NgramIndex* index, int threads) {
+  const std::size_t parts = std::min(cases.size(), static_cast<std::size_t>(std::max(threads, 1)));
+  while (scratch_.size() < std::max<std::size_t>(parts, 1)) scratch_.push_back(std::make_unique<Scratch>(config_));
+  struct Job {
+    TreeSearch* self;
+    std::span<SearchCase> cases;
+    std::span<const std::int32_t> eos;
+    const NgramIndex* index;
+    std::size_t parts;
+  } job{this, cases, eos, index, parts};
+  parallel_for(threads, static_cast<std::uint32_t>(parts), [](void* context, std::uint32_t part) {
+    const Job& j = *static_cast<Job*>(context);
+    for (std::size_t i = part; i < j.cases.size(); i += j.parts) j.self->scratch_[part]->run(j.cases[i], j.eos, j.index);
+  }, &job);
 }
 
 // Fills the row's arrays; returns how many candidates it has.
-int TreeSearch::prepare_row(const float* log_probs, const std::int32_t* tokens, int k, double decay,
-                            std::span<const std::int32_t> eos) {
+int TreeSearch::Scratch::prepare_row(const float* log_probs, const std::int32_t* tokens, int k, int level,
+                                     std::span<const std::int32_t> eos) {
   // Of equal tokens the likelier column stays, then the one further left.
   wanted_.clear(static_cast<std::size_t>(k));
+  bool replaced = false;
   for (int j = 0; j < k; ++j) {
     if (!std::isfinite(log_probs[j]) || tokens[j] < 0) continue;
     const int held = wanted_.find(static_cast<std::uint32_t>(tokens[j]));
@@ -54,15 +136,18 @@ int TreeSearch::prepare_row(const float* log_probs, const std::int32_t* tokens, 
       wanted_.add(tokens[j]);
     } else if (log_probs[j] > log_probs[column_[held]]) {
       column_[held] = j;
+      replaced = true;
     }
   }
   const int n = wanted_.n;
+  if (replaced) {  // a replaced column has left its place
+    std::sort(column_.begin(), column_.begin() + n);
+    wanted_.clear(static_cast<std::size_t>(k));
+    for (int i = 0; i < n; ++i) wanted_.add(tokens[column_[i]]);
+  }
   float highest = -INFINITY;
-  std::sort(column_.begin(), column_.begin() + n);  // a replaced column may have left its place
-  wanted_.clear(static_cast<std::size_t>(k));
   for (int i = 0; i < n; ++i) {
     const int j = column_[i];
-    wanted_.add(tokens[j]);
     log_prob_[i] = log_probs[j];
     is_eos_[i] = std::find(eos.begin(), eos.end(), tokens[j]) != eos.end();
     highest = std::max(highest, log_probs[j]);
@@ -70,135 +155,142 @@ int TreeSearch::prepare_row(const float* log_probs, const std::int32_t* tokens, 
   double total = 1.0;
   if (config_.softmax_over_kept) {
     total = 0.0;
-    for (int j = 0; j < n; ++j) total += log_prob_[j] = std::exp(log_prob_[j] - double(highest));
+    for (int j = 0; j < n; ++j) total += log_prob_[j] = exact_exp(log_prob_[j] - double(highest));
   } else {
-    for (int j = 0; j < n; ++j) log_prob_[j] = std::exp(std::min(log_prob_[j], 0.0));
+    for (int j = 0; j < n; ++j) log_prob_[j] = exact_exp(std::min(log_prob_[j], 0.0));
   }
-  for (int j = 0; j < n; ++j) term_[j] = decay * std::log(log_prob_[j] / total + config_.eps);
+  for (int j = 0; j < n; ++j) term_[j] = log_prob_[j] / total;
+  log_terms(term_.data(), static_cast<std::size_t>(n), decays_[level], config_.eps);
   return n;
 }
 
-void TreeSearch::bind_index(const NgramIndex* index) {
-  if (index == nullptr || index->serial() == bound_serial_) return;
-  bound_serial_ = index->serial();
-  if (index->info().exact) return;
-  const int order = index->info().order;
-  at_least(code_term_, static_cast<std::size_t>(kMaxOrder) * kCodes);
-  for (int level = 1; level <= order; ++level)
-    for (int code = 0; code < kCodes; ++code)
-      code_term_[(level - 1) * kCodes + code] =
-          config_.ngram_weight * std::log(index->code_probability(level, code) + config_.eps);
-}
-
-// Overwrites the terms of the candidates that follow this context.
-void TreeSearch::overlay(const NgramIndex& index, int level, std::uint32_t node, double* row) {
-  if (node == kNoNode) return;
-  const NgramIndex::Range range = index.children(level, node);
-  if (index.info().exact) {
-    const std::uint32_t parent = index.value_at(level, node);
-    index.match(level + 1, range, wanted_, [&](int i, std::uint32_t, std::uint32_t value) {
-      row[i] = config_.ngram_weight * std::log(index.count_ratio(level + 1, value, parent) + config_.eps);
-    });
-  } else {
-    index.match(level + 1, range, wanted_, [&](int i, std::uint32_t, std::uint32_t value) {
-      row[i] = code_term_[level * kCodes + static_cast<int>(value)];
-    });
+// row[i] = (1 - w) * row[i] + w * g of the text; `alone`: no index.
+void TreeSearch::Scratch::mix_text(const TextCounts& text, const Path& path, bool alone, int n, double* row) {
+  at_least(text_row_, static_cast<std::size_t>(n));
+  std::fill_n(text_row_.data(), n, 0.0);
+  const int most = std::min(text.order() - 1, kMostContext);
+  // shortest context first, longer ones overwrite
+  for (int length = 1; length <= std::min(most, path.tail_size); ++length) {
+    double g_factor = 1.0;
+    for (int m = length; m < most; ++m) g_factor *= config_.backoff;
+    const auto [list, total] = text.after({path.tail.data() + kMostContext - length, static_cast<std::size_t>(length)});
+    for (const Follower& f : list) {
+      const int i = f.token < 0 ? -1 : wanted_.find(static_cast<std::uint32_t>(f.token));
+      if (i >= 0 && total > 0) text_row_[i] = g_factor * (double(f.count) / double(total));
+    }
   }
+  const double w = alone ? 1.0 : config_.text_weight;
+  for (int i = 0; i < n; ++i) row[i] = (1.0 - w) * row[i] + w * text_row_[i];
 }
 
-// ngram_weight * log(g + eps) of every candidate after the state. Shortest context first, longer ones overwrite: the
-// same as asking the longest first. Paths that meet in one state share a row, those that end in one token its part.
-const double* TreeSearch::continuity_row(const NgramIndex& index, const NgramState& state, int n) {
-  for (int r = 0; r < num_rows_; ++r)
-    if (row_states_[r] == state) return rows_.data() + std::size_t(r) * n;
-  int s = 0;
-  while (s < num_short_ && short_nodes_[s] != state.nodes[0]) ++s;
-  double* brief = short_rows_.data() + std::size_t(s) * n;
-  if (s == num_short_) {
-    short_nodes_[num_short_++] = state.nodes[0];
-    std::fill_n(brief, n, unseen_);
-    overlay(index, 1, state.nodes[0], brief);
-  }
-  row_states_[num_rows_] = state;
-  double* row = rows_.data() + std::size_t(num_rows_++) * n;
-  std::copy_n(brief, n, row);
-  for (int level = 2; level < index.info().order; ++level) overlay(index, level, state.nodes[level - 1], row);
-  return row;
-}
-
-std::int32_t TreeSearch::run(const float* log_probs, const std::int32_t* tokens, int d, int k, std::int32_t root,
-                             std::span<const std::int32_t> context, std::span<const std::int32_t> eos, int budget,
-                             const NgramIndex* index, std::int32_t* out_tokens, std::int32_t* out_parents,
-                             float* out_scores) {
-  out_tokens[0] = root;
-  out_parents[0] = -1;
-  out_scores[0] = 0.0f;
-  const int stride = k;
-  k = std::min(k, config_.top_k);
-  if (d < 1 || k < 1 || budget < 1 || std::find(eos.begin(), eos.end(), root) != eos.end()) return 1;
+void TreeSearch::Scratch::run(SearchCase& c, std::span<const std::int32_t> eos, const NgramIndex* index) {
+  c.out_tokens[0] = c.root;
+  c.out_parents[0] = -1;
+  c.out_scores[0] = 0.0f;
+  c.found = 1;
+  const int d = c.d, k = std::min(c.k, config_.top_k);
+  if (d < 1 || k < 1 || c.budget < 1 || std::find(eos.begin(), eos.end(), c.root) != eos.end()) return;
 
   const auto width = static_cast<std::size_t>(config_.beam), columns = static_cast<std::size_t>(k);
   const std::size_t most = columns + (static_cast<std::size_t>(d) - 1) * width * columns;
   at_least(column_, columns);
-  for (auto* v : {&log_prob_, &term_}) at_least(*v, columns);
+  for (auto* v : {&log_prob_, &term_, &sums_}) at_least(*v, columns);
   at_least(is_eos_, columns);
   at_least(rows_, width * columns);
-  at_least(short_rows_, width * columns);
-  at_least(row_states_, width);
-  at_least(short_nodes_, width);
-  at_least(paths_, width);
-  at_least(next_paths_, width);
+  for (auto* v : {&states_, &next_states_}) at_least(*v, width);
+  for (auto* v : {&paths_, &next_paths_}) at_least(*v, width);
   at_least(candidates_, most);
-  at_least(slot_, most);
-  tree_best_.reset(static_cast<int>(std::min<std::size_t>(most, static_cast<std::size_t>(budget))));
-  bind_index(index);
+  for (auto* v : {&beam_of_, &column_of_, &slot_}) at_least(*v, most);
+  for (int level = static_cast<int>(weights_.size()); level < d; ++level) {
+    weights_.push_back(exact_pow(level + 1.0, -config_.level_exponent));
+    decays_.push_back(level == 0 ? 1.0 : decays_.back() * config_.logit_decay);
+  }
+  tree_best_.reset(static_cast<int>(std::min<std::size_t>(most, static_cast<std::size_t>(c.budget))));
 
-  int num_paths = 1;
-  paths_[0] = {0.0, 0.0, -1, {}};
-  if (index != nullptr) paths_[0].state = index->state_of(context);
+  int num_paths = 1, num_states = 1;
+  paths_[0] = {0.0, 0.0, -1, 0, {}, 0};
+  if (index != nullptr) states_[0] = index->state_of(c.context);
+  if (c.text != nullptr) {
+    paths_[0].tail_size = static_cast<int>(std::min<std::size_t>(c.context.size(), kMostContext));
+    std::copy(c.context.end() - paths_[0].tail_size, c.context.end(), paths_[0].tail.end() - paths_[0].tail_size);
+  }
   std::int32_t num_candidates = 0;
 
   for (int level = 0; level < d && num_paths > 0; ++level) {
-    const double decay = std::pow(config_.logit_decay, level);
-    const double weight = std::pow(level + 1.0, -config_.level_exponent);
-    const int n = prepare_row(log_probs + std::size_t(level) * stride, tokens + std::size_t(level) * stride, k, decay, eos);
-    const bool continuity = index != nullptr && (level > 0 || config_.ngram_at_level0);
-    num_rows_ = num_short_ = 0;
-    level_best_.reset(level + 1 < d ? config_.beam : 0);
+    const double weight = weights_[level];
+    const int n = prepare_row(c.log_probs + std::size_t(level) * c.k, c.tokens + std::size_t(level) * c.k, k, level, eos);
+    const bool last = level + 1 == d;
+    const bool continuity = (index != nullptr || c.text != nullptr) && (level > 0 || config_.ngram_at_level0);
+    if (index != nullptr && (continuity || !last))  // the states of the next level follow from it too
+      query_.score(*index, {states_.data(), static_cast<std::size_t>(num_states)}, wanted_, c.text == nullptr, rows_.data());
+    if (continuity && c.text != nullptr) {
+      for (int b = 0; b < num_paths; ++b) {
+        double* const row = rows_.data() + std::size_t(paths_[b].row) * n;
+        if (index == nullptr) std::fill_n(row, n, 0.0);
+        mix_text(*c.text, paths_[b], index == nullptr, n, row);
+      }
+      log_terms(rows_.data(), std::size_t(num_paths) * n, config_.ngram_weight, config_.eps);
+    }
+    level_best_.reset(last ? 0 : config_.beam);
+    double tree_bar = tree_best_.bar(), beam_bar = level_best_.bar();
     for (int b = 0; b < num_paths; ++b) {
       const Path& path = paths_[b];
-      const double* row = continuity ? continuity_row(*index, path.state, n) : nullptr;
+      if (continuity) {
+        const double* const row = rows_.data() + std::size_t(path.row) * n;
+        for (int j = 0; j < n; ++j) sums_[j] = path.sum + (term_[j] + row[j]) * weight;
+      } else {
+        for (int j = 0; j < n; ++j) sums_[j] = path.sum + term_[j] * weight;
+      }
       for (int j = 0; j < n; ++j) {
-        const double sum = path.sum + (row != nullptr ? term_[j] + row[j] : term_[j]) * weight;
-        const double rank = std::min(path.rank, sum);
-        const std::int32_t id = num_candidates++;
-        const bool in_tree = tree_best_.admits(rank);
-        const bool in_beam = !is_eos_[j] && level_best_.admits(sum);
+        const double sum = sums_[j], rank = std::min(path.rank, sum);
+        const bool in_tree = rank > tree_bar, in_beam = sum > beam_bar && !is_eos_[j];
         if (!in_tree && !in_beam) continue;
-        candidates_[id] = {wanted_.tokens[j], path.id, sum, rank, b};
-        if (in_tree) tree_best_.insert(rank, id);
-        if (in_beam) level_best_.insert(sum, id);
+        const std::int32_t id = num_candidates++;
+        candidates_[id] = {wanted_.tokens[j], path.id};
+        if (in_tree) {
+          tree_best_.insert(rank, id);
+          tree_bar = tree_best_.bar();
+        }
+        if (in_beam) {
+          beam_of_[id] = b;
+          column_of_[id] = j;
+          level_best_.insert(sum, id);
+          beam_bar = level_best_.bar();
+        }
       }
     }
+    num_states = 0;
     for (int b = 0; b < level_best_.size; ++b) {
-      const std::int32_t id = level_best_.items[b].id;
-      const Candidate& c = candidates_[id];
-      next_paths_[b] = {c.sum, c.rank, id, {}};
-      if (index != nullptr) next_paths_[b].state = index->extend(paths_[c.beam].state, c.token);
+      const auto [sum, id] = level_best_.items[b];
+      const Path& parent = paths_[beam_of_[id]];
+      Path& path = next_paths_[b];
+      path = {sum, std::min(parent.rank, sum), id, b, parent.tail, parent.tail_size};
+      if (c.text != nullptr) {  // a row each: two paths that meet in the index may not in the text
+        std::copy(path.tail.begin() + 1, path.tail.end(), path.tail.begin());
+        path.tail.back() = candidates_[id].token;
+        path.tail_size = std::min(path.tail_size + 1, kMostContext);
+      }
+      if (index == nullptr) continue;
+      const NgramState state = query_.next(parent.row, column_of_[id]);
+      int r = 0;
+      if (c.text != nullptr) r = b;
+      else while (r < num_states && next_states_[r] != state) ++r;
+      if (r >= num_states) next_states_[num_states++] = state;
+      path.row = r;
     }
     num_paths = level_best_.size;
     std::swap(paths_, next_paths_);
+    std::swap(states_, next_states_);
   }
 
   for (int i = 0; i < tree_best_.size; ++i) {
     const auto [score, id] = tree_best_.items[i];
-    const Candidate& c = candidates_[id];
     slot_[id] = i + 1;
-    out_tokens[i + 1] = c.token;
-    out_parents[i + 1] = c.parent < 0 ? 0 : slot_[c.parent];
-    out_scores[i + 1] = static_cast<float>(score);
+    c.out_tokens[i + 1] = candidates_[id].token;
+    c.out_parents[i + 1] = candidates_[id].parent < 0 ? 0 : slot_[candidates_[id].parent];
+    c.out_scores[i + 1] = static_cast<float>(score);
   }
-  return tree_best_.size + 1;
+  c.found = tree_best_.size + 1;
 }
 
 void check_parents(std::span<const std::int32_t> parents) {

@@ -40,8 +40,9 @@ int main() {
     }
     for (auto& t : tokens) t = static_cast<std::int32_t>(random() % 52) - 1;
     const std::int32_t eos[] = {3, 9}, context[] = {1, 2, 4};
-    const int n = search.run(log_probs.data(), tokens.data(), d, k, 4, context, eos, budget, indexes[round % 4],
-                             out.data(), parents.data(), scores.data());
+    SearchCase c{log_probs.data(), tokens.data(), d, k, 4, context, nullptr, budget, out.data(), parents.data(), scores.data()};
+    search.run({&c, 1}, eos, indexes[round % 4]);
+    const int n = c.found;
     CHECK(n >= 1 && n <= budget + 1);
     check_parents({parents.data(), static_cast<std::size_t>(n)});
     for (int i = 1; i < n; ++i) {

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +45,10 @@ class SearchConfig:
     logit_decay: float = 0.9
     ngram_weight: float = 0.5
     eps: float = 1e-10
+    backoff: float = 1.0
+    """Factor of g for each token of the context that is not used: 1 as the official program, less: stupid back-off."""
+    text_weight: float = 0.5
+    """Share of the text's own counts in g, where `build_tree` is given a text."""
     ngram_at_level0: bool = False
     """Whether the n-gram term counts at level 0 too (the paper: yes, the official program: no)."""
     softmax_over_kept: bool = True
@@ -54,7 +59,7 @@ class SearchConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= 1_000_000:
                 raise DartspecError(f"{name} is {value!r}, expected a whole number from {low} to 1000000")
-        for name in ("level_exponent", "logit_decay", "ngram_weight", "eps"):
+        for name in ("level_exponent", "logit_decay", "ngram_weight", "eps", "backoff", "text_weight"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise DartspecError(f"{name} is {value!r}, expected a finite number")
@@ -82,6 +87,8 @@ class SearchConfig:
             logit_decay=self.logit_decay,
             ngram_weight=self.ngram_weight,
             eps=self.eps,
+            backoff=self.backoff,
+            text_weight=self.text_weight,
             ngram_at_level0=self.ngram_at_level0,
             softmax_over_kept=self.softmax_over_kept,
         )
@@ -123,6 +130,7 @@ def build_tree(
     continuity: NgramIndex | None,
     config: SearchConfig,
     eos_ids: frozenset[int],
+    text: _core.TextCounts | None = None,
 ) -> TokenTree:
     """The best `budget` nodes of the lattice; at most, for a lattice can be smaller.
 
@@ -134,6 +142,7 @@ def build_tree(
                 order uses (two for trigrams).
     continuity: the n-gram index, or None for probabilities alone.
     eos_ids:    nothing is drafted after one of these.
+    text:       the running text's own counts, mixed with the index (`config.text_weight`); alone where there is none.
 
     Returns nodes by falling score, parents before children: any prefix of the tree is a tree, and the best of its
     size. Same input, same tree, on every machine. `scores` are the lowest of a path's cumulative sums of equation
@@ -143,27 +152,18 @@ def build_tree(
         raise DartspecError(f"budget is {budget}, expected 0 or more draft tokens")
     if len(context) == 0 or context[-1] != root:
         raise DartspecError(f"context ends in {list(context)[-1:]}, expected the root, {root}")
-    if log_probs.dtype != torch.float32 or tokens.dtype != torch.int32:
-        raise DartspecError(
-            f"lattice is {log_probs.dtype} and {tokens.dtype}, expected torch.float32 log-probabilities "
-            "and torch.int32 tokens"
-        )
-    if log_probs.dim() != 2 or log_probs.shape != tokens.shape:
-        raise DartspecError(
-            f"lattice has log-probabilities {tuple(log_probs.shape)} and tokens {tuple(tokens.shape)}, "
-            "expected (d, k) both"
-        )
+    _check_lattice(log_probs, tokens, 2)
     n = 1 + min(budget, _most_nodes(log_probs.shape[0], log_probs.shape[1], config))
     out_tokens = np.empty(n, dtype=np.int32)
     out_parents = np.empty(n, dtype=np.int32)
     out_scores = np.empty(n, dtype=np.float32)
     found = _searches.get(config).run(
-        log_probs.detach().cpu().contiguous().numpy(),
-        tokens.detach().cpu().contiguous().numpy(),
-        root,
+        _array(log_probs),
+        _array(tokens),
         np.array(context[-MOST_CONTEXT:], dtype=np.int32),
         _eos_array(eos_ids),
         None if continuity is None else continuity.core,
+        text,
         out_tokens,
         out_parents,
         out_scores,
@@ -171,6 +171,78 @@ def build_tree(
     if found < n:
         out_tokens, out_parents, out_scores = out_tokens[:found], out_parents[:found], out_scores[:found]
     return TokenTree(torch.from_numpy(out_tokens), torch.from_numpy(out_parents), torch.from_numpy(out_scores))
+
+
+def build_trees(
+    log_probs: Tensor,
+    tokens: Tensor,
+    contexts: Sequence[Sequence[int]],
+    budgets: Sequence[int],
+    continuity: NgramIndex | None,
+    config: SearchConfig,
+    eos_ids: frozenset[int],
+    texts: Sequence[_core.TextCounts | None] = (),
+    threads: int = 1,
+) -> list[TokenTree]:
+    """`build_tree` for B sequences in one call: lattices (B, d, k), the rest one a sequence; `texts` may be empty.
+
+    The last token of each context is its root. The trees do not depend on `threads`.
+    """
+    _check_lattice(log_probs, tokens, 3)
+    num, d, k = log_probs.shape
+    for name, given in (("contexts", contexts), ("budgets", budgets), *((("texts", texts),) if texts else ())):
+        if len(given) != num:
+            raise DartspecError(f"there are {len(given)} {name} for {num} lattices, expected one each")
+    if num == 0:
+        return []
+    if min(budgets) < 0:
+        raise DartspecError(f"budget is {min(budgets)}, expected 0 or more draft tokens")
+    most = _most_nodes(d, k, config)
+    ends = np.full((num, MOST_CONTEXT), -1, dtype=np.int32)
+    for i, context in enumerate(contexts):
+        if len(context) == 0:
+            raise DartspecError(f"context {i} is empty, expected at least the root")
+        kept = context[-MOST_CONTEXT:]
+        ends[i, MOST_CONTEXT - len(kept) :] = kept
+    room = 1 + min(max(budgets), most)
+    out_tokens = np.empty((num, room), dtype=np.int32)
+    out_parents = np.empty((num, room), dtype=np.int32)
+    out_scores = np.empty((num, room), dtype=np.float32)
+    found = np.empty(num, dtype=np.int32)
+    _searches.get(config).run_batch(
+        _array(log_probs),
+        _array(tokens),
+        ends,
+        np.minimum(np.array(budgets, dtype=np.int64), most).astype(np.int32),
+        _eos_array(eos_ids),
+        None if continuity is None else continuity.core,
+        list(texts),
+        out_tokens,
+        out_parents,
+        out_scores,
+        found,
+        threads,
+    )
+    parts = (torch.from_numpy(out_tokens), torch.from_numpy(out_parents), torch.from_numpy(out_scores))
+    return [TokenTree(*(part[i, :n] for part in parts)) for i, n in enumerate(found.tolist())]
+
+
+def _check_lattice(log_probs: Tensor, tokens: Tensor, num_axes: int) -> None:
+    if log_probs.dtype != torch.float32 or tokens.dtype != torch.int32:
+        raise DartspecError(
+            f"lattice is {log_probs.dtype} and {tokens.dtype}, expected torch.float32 log-probabilities "
+            "and torch.int32 tokens"
+        )
+    if log_probs.dim() != num_axes or log_probs.shape != tokens.shape:
+        raise DartspecError(
+            f"lattice has log-probabilities {tuple(log_probs.shape)} and tokens {tuple(tokens.shape)}, "
+            f"expected {'(d, k)' if num_axes == 2 else '(B, d, k)'} both"
+        )
+
+
+def _array(x: Tensor) -> NDArray[Any]:
+    """The tensor as the core takes it, without a copy where it lies on the CPU already."""
+    return x.detach().cpu().contiguous().numpy()  # type: ignore[no-any-return]
 
 
 def _most_nodes(d: int, k: int, config: SearchConfig) -> int:

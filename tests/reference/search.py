@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from reference import exact_math
+
 
 @dataclass
 class Node:
@@ -34,14 +36,14 @@ def candidates(log_probs: Sequence[float], tokens: Sequence[int], config: Any) -
         return []
     if config.softmax_over_kept:
         highest = max(columns[j][0] for j in kept)
-        weights = [math.exp(columns[j][0] - highest) for j in kept]
+        weights = [exact_math.exp(columns[j][0] - highest) for j in kept]
         total = 0.0
         for w in weights:
             total += w
         probabilities = [w / total for w in weights]
     else:
-        probabilities = [math.exp(min(columns[j][0], 0.0)) for j in kept]
-    return [(columns[j][1], math.log(p + config.eps)) for j, p in zip(kept, probabilities, strict=True)]
+        probabilities = [exact_math.exp(min(columns[j][0], 0.0)) for j in kept]
+    return [(columns[j][1], exact_math.log(p + config.eps)) for j, p in zip(kept, probabilities, strict=True)]
 
 
 def search(
@@ -58,16 +60,18 @@ def search(
     beam = [] if root in eos_ids else [Node(root, None, 0.0, 0.0, 0, 0, tuple(context))]
     top = beam[:1]
     scored: list[Node] = []
+    decay = 1.0
     for level in range(len(log_probs)):
-        weight = (level + 1.0) ** -config.level_exponent
+        weight = exact_math.power(level + 1.0, -config.level_exponent)
+        decay = decay * config.logit_decay if level else 1.0
         extensions = []
         row = candidates(log_probs[level], tokens[level], config)
         for path in beam:
             for token, log_p in row:
-                increment = config.logit_decay**level * log_p
+                increment = decay * log_p
                 if continuity is not None and (level > 0 or config.ngram_at_level0):
                     g = continuity(path.path, token)
-                    increment += config.ngram_weight * math.log(g + config.eps)
+                    increment += config.ngram_weight * exact_math.log(g + config.eps)
                 total = path.total + increment * weight
                 extensions.append(
                     Node(token, path, total, min(path.rank, total), level + 1, len(extensions), (*path.path, token))

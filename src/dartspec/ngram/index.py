@@ -48,14 +48,27 @@ class NgramIndex:
 
     @classmethod
     def open(
-        cls, path: str | os.PathLike[str], *, verify: bool = False, expect_fingerprint: str | None = None
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        verify: bool = False,
+        expect_fingerprint: str | None = None,
+        preload: bool = False,
+        huge_pages: bool = False,
+        interleave: bool = False,
     ) -> NgramIndex:
         """Maps the file and checks its header; `verify` also reads and checks every section.
+
+        Pages come from the file as they are first read and are shared by all processes that map it. `preload` reads
+        the whole file now. `huge_pages` makes a private copy in huge pages where the system gives them: fewer misses
+        of the address cache, memory of its own. `interleave` spreads the pages that this opening brings into memory
+        over all NUMA nodes.
 
         Raises DartspecError when the file is no index, damaged, or built for another tokenizer than
         `expect_fingerprint`.
         """
-        index = cls(_core.NgramIndex.open(os.fspath(path)), Path(path))
+        core = _core.NgramIndex.open(os.fspath(path), preload=preload, huge_pages=huge_pages, interleave=interleave)
+        index = cls(core, Path(path))
         found = index.fingerprint
         if expect_fingerprint is not None and found != expect_fingerprint:
             raise DartspecError(
@@ -159,11 +172,23 @@ class NgramIndex:
             raise DartspecError(f"top is {top}, expected 0 or more")
         return self.core.continuations(as_ids(context), top)
 
-    def probabilities(self, context: Sequence[int], tokens: Sequence[int] | NDArray[Any]) -> NDArray[np.float64]:
-        """(n,) float64: the probability of each token after the context."""
-        ids = as_ids(tokens)
-        out = np.empty(len(ids), dtype=np.float64)
-        self.core.probabilities(as_ids(context), ids, out)
+    def probabilities(
+        self, context: Sequence[int], tokens: Sequence[int] | NDArray[Any], *, backoff: float = 1.0
+    ) -> NDArray[np.float64]:
+        """(n,) float64: the probability of each token after the context; `backoff` as in `score`."""
+        return self.score(as_ids(context)[None], as_ids(tokens)[None], backoff=backoff)[0]
+
+    def score(
+        self, contexts: NDArray[np.int32], tokens: NDArray[np.int32], *, backoff: float = 1.0
+    ) -> NDArray[np.float64]:
+        """(B, k) float64: the probability of each token after each context, as the tree search asks for it.
+
+        contexts: (B, c) int32, the newest token last; -1 in front of shorter ones.
+        tokens:   (B, k) int32, or (1, k) for all contexts; negative ones have probability 0.
+        backoff:  factor for each token of the longest context (order - 1) that is not used: below 1, "stupid back-off".
+        """
+        out = np.empty((contexts.shape[0], tokens.shape[1]), dtype=np.float64)
+        self.core.score(np.ascontiguousarray(contexts), np.ascontiguousarray(tokens), backoff, out)
         return out
 
     def __reduce__(self) -> tuple[Any, ...]:
