@@ -453,12 +453,12 @@ class DartDrafter:
 
 
 def load(
-    source: Config | Path | str,
+    source: Config | DartNet | Path | str,
     view: TargetView,
     index: NgramIndex | Path | str | None = None,
     search: SearchConfig | None = None,
 ) -> DartDrafter:
-    """The drafter of a folder (`config.json`, `model.safetensors`), checked against the target.
+    """The drafter of a folder (`config.json`, `model.safetensors`) or of a network, checked against the target.
 
     A bare `Config` names no weights and is refused: a drafter is never run with random ones.
     """
@@ -466,7 +466,7 @@ def load(
         raise DartspecError(
             "a DART config has no weights: give the folder that holds config.json and model.safetensors"
         )
-    net = DartNet.from_folder(Path(source))
+    net = source if isinstance(source, DartNet) else DartNet.from_folder(Path(source))
     check_target(net.config, view)
     if isinstance(index, Path | str):
         from dartspec.ngram import NgramIndex

@@ -332,8 +332,8 @@ class Eagle3Drafter:
             x = x.view(batch, w, -1)
 
 
-def load(source: Config | Path | str, view: TargetView) -> Eagle3Drafter:
-    """The drafter of a folder (`config.json`, `model.safetensors`), checked against the target.
+def load(source: Config | Eagle3Net | Path | str, view: TargetView) -> Eagle3Drafter:
+    """The drafter of a folder (`config.json`, `model.safetensors`) or of a network, checked against the target.
 
     A bare `Config` names no weights and is refused: a drafter is never run with random ones.
     """
@@ -341,6 +341,6 @@ def load(source: Config | Path | str, view: TargetView) -> Eagle3Drafter:
         raise DartspecError(
             "an EAGLE-3 config has no weights: give the folder that holds config.json and model.safetensors"
         )
-    net = Eagle3Net.from_folder(Path(source))
+    net = source if isinstance(source, Eagle3Net) else Eagle3Net.from_folder(Path(source))
     check_target(net.config, view, own_embedding=net.config.own_embedding)
     return Eagle3Drafter(net, view)
