@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dartspec import _core
 from dartspec.errors import DartspecError
 
 
@@ -117,16 +119,13 @@ def tree_tensors(parents: Sequence[Sequence[int]], size: int = 0) -> tuple[Tenso
     Returns (B, N, N) bool and (B, N) int64.
     """
     n = max(size, *map(len, parents))
-    mask = torch.eye(n, dtype=torch.bool).repeat(len(parents), 1, 1)
-    depth = torch.zeros(len(parents), n, dtype=torch.int64)
+    mask = np.zeros((len(parents), n, n), dtype=np.bool_)
+    mask[:, range(n), range(n)] = True
+    depth = np.zeros((len(parents), n), dtype=np.int64)
     for b, tree in enumerate(parents):
-        if all(p == i - 1 for i, p in enumerate(tree)):  # a chain, prompts above all
-            mask[b, : len(tree), : len(tree)] = torch.ones(len(tree), len(tree), dtype=torch.bool).tril_()
-            depth[b, : len(tree)] = torch.arange(len(tree))
-            continue
-        levels = [0] * len(tree)
-        for i in range(1, len(tree)):
-            mask[b, i] |= mask[b, tree[i]]
-            levels[i] = levels[tree[i]] + 1
-        depth[b, : len(tree)] = torch.tensor(levels)
-    return mask, depth
+        if (size := len(tree)) > 1:
+            own, block = np.asarray(tree, dtype=np.int32), np.empty((size, size), dtype=np.bool_)
+            _core.tree_ancestor_mask(own, block)
+            _core.tree_depths(own, depth[b, :size])
+            mask[b, :size, :size] = block
+    return torch.from_numpy(mask), torch.from_numpy(depth)
