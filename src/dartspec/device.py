@@ -53,9 +53,13 @@ class CudaRecorder:
                 run()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads may allocate meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            outputs = run()
+        try:
+            # thread_local: other threads may allocate meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                outputs = run()
+        except Exception:
+            torch.cuda.set_stream(current)  # a capture that failed leaves its own stream behind
+            raise
         graph.replay()  # capturing ran nothing
         return Recording(outputs, graph.replay)
 
