@@ -46,6 +46,10 @@ VERBS = (
     "ngram query",
     "bench run",
     "bench load",
+    "bench compare",
+    "bench report",
+    "bench capture",
+    "bench replay",
 )
 # times are not asserted: on a busy machine any of these may come
 VERDICT = re.compile(r"(\d+\.\dx: M \d+\.\d, a round costs|no gain: |M \d+\.\d, gain unknown: )")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 PLAIN = "none"  # the drafter that is plain decoding
 STAGES = ("draft_ms", "search_ms", "verify_ms", "other_ms")
+FEWEST_IN_BIN = 20  # of a reliability diagram
 SUMS = ("rounds", "drafted", "accepted", "committed", *STAGES)
 
 
@@ -141,6 +142,15 @@ def acceptance_by_position(histogram: Sequence[int]) -> list[float]:
     """Entry i: the share of rounds that accepted the draft at position i + 1, and so all before it."""
     rounds = sum(histogram)
     return [round(sum(histogram[i:]) / rounds, 4) for i in range(1, len(histogram))]
+
+
+def reliability_of(lm: LM) -> list[list[float]]:
+    """What a controller that predicts acceptance promised and what came, [mean probability, share accepted, nodes] for
+    each bin of probability with enough nodes; empty for fixed sizes."""
+    bins = getattr(getattr(lm, "controller", None), "bins", None)  # (bins, 3): nodes, accepted, sum of probabilities
+    if bins is None:
+        return []
+    return [[round(p / n, 4), round(accepted / n, 4), int(n)] for n, accepted, p in bins.tolist() if n >= FEWEST_IN_BIN]
 
 
 def _trace(lm: LM, chunks: Sequence[Chunk]) -> dict[str, Any]:

@@ -38,9 +38,14 @@ def provenance(**more: Any) -> dict[str, Any]:
 
 def save_result(path: Path, result: dict[str, Any]) -> None:
     """Writes a result as JSON, aside and renamed, so that an interrupted run leaves the old one."""
+    write(path, layout(result) + "\n")
+
+
+def write(path: Path, text: str) -> None:
+    """A text file, written aside and renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".part")
-    aside.write_text(layout(result) + "\n", encoding="utf-8")
+    aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)
 
 

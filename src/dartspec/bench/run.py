@@ -122,8 +122,10 @@ def execute(
     *,
     journal: Journal | None = None,
     advance: Callable[[Cell], None] = lambda _cell: None,
+    finished: Callable[[Mapping[str, LM]], None] = lambda _lms: None,
 ) -> list[dict[str, Any]]:
     """All cells' records, those of the journal first. load: the model at a number of threads, with any drafter.
+    finished: called with the methods, by label, when they have been measured.
 
     The first cell of each kind is decoded once before (by a few tokens), untimed: that is the warm-up.
     """
@@ -137,6 +139,7 @@ def execute(
             advance(cell)
             continue
         if loaded != cell.threads:
+            finished(lms)
             base = load(cell.threads)
             lms = {m.label: m.of(base) for m in config.methods}
             loaded, warm = cell.threads, set()
@@ -148,6 +151,7 @@ def execute(
             journal.append(cell.key, made)
         records += made
         advance(cell)
+    finished(lms)
     return records
 
 

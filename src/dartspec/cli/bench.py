@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_module
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -224,6 +224,39 @@ def compare(
 
 
 @app.command()
+def report(
+    results: Annotated[list[Path], typer.Argument(help="Results of bench run, load or replay.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Its title.")] = "Speculative decoding, measured",
+    svg: Annotated[Path | None, typer.Option(help="Also write each chart as an SVG file into this folder.")] = None,
+    json: JsonOption = False,
+    no_color: o.NoColorOption = False,
+    debug: o.DebugOption = False,
+) -> None:
+    """Results as one HTML page that needs no network.
+
+    With `bench run --trace 2`, two prompts of each set can be watched round by round.
+
+    \b
+    Examples:
+      dartspec bench report mine.json --out report.html
+      dartspec bench report mine.json load.json sizes.json --svg docs/pictures
+    """
+    from dartspec.bench.provenance import write
+    from dartspec.bench.report import read
+    from dartspec.bench.report import report as made
+
+    term = Terminal(json=json, no_color=no_color)
+    page, charts = made([read(path) for path in results], title)
+    write(out, page)
+    for name, chart in charts.items() if svg is not None else ():
+        assert svg is not None
+        write(svg / f"{name}.svg", chart + "\n")
+    term.say(f"{out}: {len(charts)} charts, {len(page.encode()) / 1e3:.0f} kB")
+    _last_line({"out": str(out), "charts": list(charts), "bytes": len(page.encode())})
+
+
+@app.command()
 def capture(
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")],
     drafter: o.DrafterOption = "auto",
@@ -381,6 +414,7 @@ def _run(kind: str, config: RunConfig, loading: o.Loading, out: Path | None, dry
         TimeRemainingColumn,
     )
 
+    from dartspec.bench.measure import reliability_of
     from dartspec.bench.provenance import commit, provenance, save_result
     from dartspec.bench.run import Journal, estimate_hours, execute, plan
     from dartspec.bench.suites import load_suites
@@ -427,6 +461,11 @@ def _run(kind: str, config: RunConfig, loading: o.Loading, out: Path | None, dry
         journal = Journal.open(out.with_suffix(".journal.jsonl"), header)
         if journal.done:
             term.note(f"{len(journal.done)} of {len(cells)} cells are in {journal.path}: going on behind them")
+    reliability: dict[str, list[list[float]]] = {}
+
+    def collect(lms: Mapping[str, LM]) -> None:
+        reliability.update({label: bins for label, lm in lms.items() if (bins := reliability_of(lm))})
+
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=term.err, transient=True) as progress:
         task = progress.add_task("measuring", total=len(cells))
@@ -434,8 +473,10 @@ def _run(kind: str, config: RunConfig, loading: o.Loading, out: Path | None, dry
         def advance(cell: Cell) -> None:
             progress.update(task, advance=1, description=f"{cell.suite} T={cell.temperature:g} batch {cell.batch}")
 
-        records = execute(config, suites, at, journal=journal, advance=advance)
+        records = execute(config, suites, at, journal=journal, advance=advance, finished=collect)
     result: dict[str, Any] = {"kind": kind, "config": settings, "rows": rows(records)}
+    if reliability:
+        result["reliability"] = reliability
     if kind == "load":
         entries = against_best_fixed(records)
         result["auto"] = entries
