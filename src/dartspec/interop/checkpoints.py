@@ -20,7 +20,11 @@ from dartspec.errors import DartspecError
 from dartspec.target.load import read_safetensors_header
 from dartspec.types import Drafter, TargetView
 
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+WEIGHTS = (
+    "model.safetensors",
+    "pytorch_model.bin",
+    *(f"{heads}_lm_head.{kind}" for heads in ("medusa", "hydra") for kind in ("safetensors", "pt")),
+)
 LEAST_LAYERS = 7  # with fewer, two of the taps 2, N // 2 and N - 3 coincide
 LAYER_FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
 
@@ -44,6 +48,11 @@ class Checkpoint:
     layout: Layout
     values: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def method(self) -> str:
+        """The drafter that runs it."""
+        return self.layout.method or str(self.values["method"])
 
     @property
     def weights(self) -> Path:
@@ -71,15 +80,22 @@ def inspect(folder: str | Path) -> Checkpoint:
     folder = Path(folder)
     values = read_json(folder / "config.json")
     shapes = _shapes(folder)
-    for layout in LAYOUTS:
+    for layout in layouts():
         if layout.fits(values, shapes):
             return Checkpoint(folder, layout, values, shapes)
-    known = "; ".join(layout.about for layout in LAYOUTS)
+    known = "; ".join(layout.about for layout in layouts())
     names = ", ".join(sorted(shapes)[:4]) or "no tensors"
     raise DartspecError(
         f"{folder} is no drafter that is known: its config.json has {', '.join(sorted(values)[:8])}, its weights "
         f"{names}; known are: {known}"
     )
+
+
+def layouts() -> tuple[Layout, ...]:
+    """Every layout, in the order in which they are tried."""
+    from dartspec.interop import rivals
+
+    return (*rivals.LAYOUTS, *LAYOUTS)
 
 
 def problem(checkpoint: Checkpoint, target: Sizes) -> str | None:
@@ -102,14 +118,16 @@ def read(checkpoint: Checkpoint, target: Sizes) -> DraftNet:
     config = _config(checkpoint, target)
     _check_sizes(config, target)
     found = checkpoint.layout.tensors(checkpoint, _read_weights(checkpoint.weights))
-    return _net_class(checkpoint.layout.method).from_tensors(config, found, checkpoint.weights)
+    return _net_class(checkpoint.method).from_tensors(config, found, checkpoint.weights)
 
 
 def load(folder: str | Path, view: TargetView, **options: Any) -> Drafter:
     """The drafter of a folder of any known layout; `options` (such as `index`) go to its module's `load`."""
     checkpoint = inspect(folder)
-    module = drafters.get(checkpoint.layout.method if checkpoint.layout.method else str(checkpoint.values["method"]))
+    module = drafters.get(checkpoint.method)
     own = checkpoint.layout.config is None
+    if own and checkpoint.layout.name == "dartspec":
+        _net_class(checkpoint.method)  # refuses a method without weights
     made: Drafter = module.load(Path(folder) if own else read(checkpoint, view), view, **options)
     return made
 
@@ -117,7 +135,7 @@ def load(folder: str | Path, view: TargetView, **options: Any) -> Drafter:
 def convert(folder: str | Path, sizes: Sizes, out: Path, **about: str | None) -> DraftNet:
     """Writes the folder's drafter in our layout, weights in bfloat16.
 
-    sizes: of its target. about: `target`, `tokenizer_fingerprint`, ... for the configuration, so that it says whose it is.
+    sizes: of its target. about: `target`, `tokenizer_fingerprint`, ... for the configuration: whose it is.
     """
     checkpoint = inspect(folder)
     if out.resolve() == checkpoint.folder.resolve():
@@ -139,8 +157,9 @@ def _weights(folder: Path) -> Path:
 
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Of the tensors in the folder's file of weights; none where they are in several, which no drafter's are."""
     if any(folder.glob("*.index.json")) or any(folder.glob("*.gguf")):
-        return {}  # a whole model in parts
+        return {}
     path = _weights(folder)
     if path.suffix == ".safetensors":
         return {name: tuple(entry["shape"]) for name, entry in read_safetensors_header(path).items()}
@@ -164,15 +183,16 @@ def _net_class(method: str) -> type[DraftNet]:
     for value in vars(module).values():
         if isinstance(value, type) and issubclass(value, DraftNet) and value is not DraftNet:
             return value
-    raise DartspecError(f"the drafter {method} has no network to load weights into")
+    raise DartspecError(f"config.json names the method {method}, which has no weights to load")
 
 
 def _config(checkpoint: Checkpoint, target: Sizes) -> Any:
     layout = checkpoint.layout
     if layout.config is None:
-        return drafters.get(str(checkpoint.values["method"])).Config.from_dict(checkpoint.values)
+        _net_class(checkpoint.method)
+        return drafters.get(checkpoint.method).Config.from_dict(checkpoint.values)
     fields = layout.config(checkpoint, target)
-    return drafters.get(layout.method).Config(**fields)
+    return drafters.get(checkpoint.method).Config(**fields)
 
 
 def _check_sizes(config: Any, target: Sizes) -> None:
@@ -187,12 +207,11 @@ def _check_sizes(config: Any, target: Sizes) -> None:
 
 def _check_shapes(checkpoint: Checkpoint, config: Any) -> None:
     """Names and sizes against the network that the configuration asks for."""
-    method = checkpoint.layout.method or str(checkpoint.values["method"])
     meta = {name: torch.empty(shape, device="meta") for name, shape in checkpoint.shapes.items()}
     found = checkpoint.layout.tensors(checkpoint, meta)
     found = {name.replace("midlayer.", "layers.0.", 1): t for name, t in found.items() if name != "t2d"}
     with torch.device("meta"):
-        wanted = _net_class(method)(config).state_dict()
+        wanted = _net_class(checkpoint.method)(config).state_dict()
     if config.draft_vocab_size == config.vocab_size:
         found.setdefault("d2t", wanted["d2t"])
     where = checkpoint.weights
@@ -207,7 +226,7 @@ def _check_shapes(checkpoint: Checkpoint, config: Any) -> None:
         raise DartspecError(f"{where}: unexpected weight {unexpected[0]}; the file does not fit its config.json")
 
 
-def _layer_fields(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
+def layer_fields(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
     """Our names for the fields of a Llama-like layer's configuration."""
     if missing := [name for name in LAYER_FIELDS if values.get(name) is None]:
         raise DartspecError(f"{where}: {missing[0]!r} is missing; expected the fields of a Llama layer")
@@ -237,7 +256,7 @@ def _common_fields(c: Checkpoint, values: Mapping[str, Any], target: Sizes) -> d
             f"{c.folder} reads the hidden states 2, N // 2 and N - 3 of its target; this one has {target.num_layers} "
             f"layers, at least {LEAST_LAYERS} are needed"
         )
-    fields = _layer_fields(values, where)
+    fields = layer_fields(values, where)
     draft_vocab = c.values.get("draft_vocab_size") or values.get("vocab_size")
     return {
         **fields,
@@ -261,7 +280,10 @@ def _official_dart(c: Checkpoint, target: Sizes) -> dict[str, Any]:
 
 
 def _eagle3(c: Checkpoint, target: Sizes) -> dict[str, Any]:
-    return {**_common_fields(c, c.values, target), "d": 8, "own_embedding": "embed_tokens.weight" in c.shapes}
+    """SpecForge may name the target's layers, in `eagle_config`: outputs counted from 0, so taps are one higher."""
+    fields = {**_common_fields(c, c.values, target), "d": 8, "own_embedding": "embed_tokens.weight" in c.shapes}
+    ids = (c.values.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return {**fields, "taps": tuple(i + 1 for i in ids)} if ids else fields
 
 
 def _speculators(c: Checkpoint, target: Sizes) -> dict[str, Any]:
@@ -275,6 +297,8 @@ def _speculators(c: Checkpoint, target: Sizes) -> dict[str, Any]:
 
 
 def _speculators_eagle3(c: Checkpoint, target: Sizes) -> dict[str, Any]:
+    if c.values.get("norm_before_fc"):
+        raise DartspecError(f"{c.folder / 'config.json'}: norm_before_fc is set; only features as they are can be read")
     return {
         **_speculators(c, target),
         "d": 8,
@@ -308,16 +332,12 @@ def _peagle_tensors(c: Checkpoint, found: dict[str, Tensor]) -> dict[str, Tensor
     return {**out, "mask_embedding": table[token]}
 
 
-def _method(values: Mapping[str, Any]) -> bool:
-    return values.get("method") in drafters.names()
-
-
 def _of(kind: str) -> Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], bool]:
     return lambda values, _shapes: values.get("speculators_model_type") == kind
 
 
 LAYOUTS = (
-    Layout("dartspec", "", "this package's own (config.json names the method)", lambda v, _: _method(v)),
+    Layout("dartspec", "", "this package's own (config.json names the method)", lambda values, _: "method" in values),
     Layout("speculators-eagle3", "eagle3", "EAGLE-3 of the package speculators", _of("eagle3"), _speculators_eagle3),
     Layout(
         "speculators-peagle",
