@@ -100,9 +100,20 @@ def test_the_shipped_sets_are_whole() -> None:
     assert list(sets) == shipped()
     assert len(sets) >= 9
     assert all(len(prompts) >= 4 for prompts in sets.values())
-    assert {name for group in GROUPS.values() for name in group} <= set(sets)
+    assert {name for group in GROUPS.values() for name in group} <= {*sets, *load_suites(["own"])}
     assert all(name in (FOLDER / "SOURCES.md").read_text() for name in sets)
     assert [len(p) for p in load_suites(["code", "qa"], 2).values()] == [2, 2, 2]
+
+
+def test_our_own_sets_are_what_they_say() -> None:
+    own = load_suites(["own", "long8k"])
+    assert not set(own) & set(shipped())
+    assert all(len(p.turns) == 4 for p in own["chat"])
+    assert all("```python\n" in p.turns[0] for p in own["code_edit"])
+    assert all(json.loads(p.turns[0].partition("tools:\n")[2].partition("\n\nAnswer")[0]) for p in own["tool_call"])
+    assert all(len(p.turns[0]) > 25_000 for p in own["long8k"])
+    assert len({p.turns[0] for prompts in own.values() for p in prompts}) == sum(map(len, own.values()))
+    assert [len(p) for p in load_suites(["own", "long8k"], 3).values()] == [3] * 7
 
 
 def test_users_files_may_be_written_in_several_ways(tmp_path: Path) -> None:

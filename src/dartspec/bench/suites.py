@@ -14,7 +14,11 @@ GROUPS = {  # what the names of several sets may be called together; see prompts
     "code": ("humaneval", "mbpp"),
     "math": ("gsm8k", "math500", "math_reasoning"),
     "prose": ("mt_bench", "qa"),
+    "own": ("code_edit", "tool_call", "chat", "german", "spanish", "chinese"),
 }
+LONG = "long8k"  # passages of the set rag, one behind the other, and a question
+LONG_CHARACTERS = 28_000  # about 7,000 tokens of English
+NUM_LONG = 8
 
 
 @dataclass(frozen=True)
@@ -28,40 +32,63 @@ class Prompt:
 
 
 def shipped() -> list[str]:
-    """Names of the sets in the package."""
+    """Names of the public sets in the package: `all` of a suite."""
     return sorted(p.stem for p in FOLDER.glob("*.jsonl"))
+
+
+def _long() -> list[Prompt]:
+    """Prompts of about 7,000 tokens, for targets with a context of 8,192 and more."""
+    texts = [p.turns[0] for p in read(FOLDER / "rag.jsonl")]
+    made = []
+    for i in range(NUM_LONG):
+        taken = (texts[(7 * i + k) % len(texts)] for k in range(len(texts)))
+        whole = ""
+        for text in taken:
+            if len(whole) + len(text) > LONG_CHARACTERS:
+                break
+            whole += text + "\n\n"
+        turn = f"{whole}Which of the passages above is the longest, and what is it about? Sum it up in five sentences."
+        made.append(Prompt(f"{LONG}/{i + 1}", LONG, (turn,)))
+    return made
 
 
 def load_suites(names: list[str], per_set: int | None = None) -> dict[str, list[Prompt]]:
     """Prompts by set, in the files' order, at most `per_set` of each.
 
-    names: sets of the package, groups of them (`code`, `math`, `prose`), `all`, JSONL files, or folders of such files.
+    names: sets of the package, groups of them (`code`, `math`, `prose`, `own`), `all` public ones, `long8k`, JSONL
+           files, or folders of such files.
     """
     paths: dict[str, Path] = {}
     for name in names:
-        for path in _files(name):
+        for path in [Path(LONG)] if name == LONG else _files(name):
             if paths.setdefault(path.stem, path) != path:
                 raise DartspecError(
                     f"two prompt sets are called {path.stem}: {paths[path.stem]} and {path}; rename one"
                 )
-    return {name: read(path, per_set) for name, path in paths.items()}
+    return {name: _long()[:per_set] if name == LONG else read(path, per_set) for name, path in paths.items()}
 
 
 def _files(name: str) -> list[Path]:
     if name == "all":
         return [FOLDER / f"{n}.jsonl" for n in shipped()]
     if name in GROUPS:
-        return [FOLDER / f"{n}.jsonl" for n in GROUPS[name]]
-    if name in shipped():
-        return [FOLDER / f"{name}.jsonl"]
+        return [_path(n) for n in GROUPS[name]]
+    if name in (*shipped(), *GROUPS["own"]):
+        return [_path(name)]
     path = Path(name)
     if path.is_dir() and (found := sorted(path.glob("*.jsonl"))):
         return found
     if path.is_file():
         return [path]
     raise DartspecError(
-        f"no prompt set {name!r}: give a JSONL file, or all, {', '.join(GROUPS)}, {', '.join(shipped())}"
+        f"no prompt set {name!r}: give a JSONL file, or all, {', '.join(GROUPS)}, {LONG}, "
+        f"{', '.join((*shipped(), *GROUPS['own']))}"
     )
+
+
+def _path(name: str) -> Path:
+    """The file of a set in the package."""
+    return (FOLDER / "own" if name in GROUPS["own"] else FOLDER) / f"{name}.jsonl"
 
 
 def read(path: Path, most: int | None = None) -> list[Prompt]:
