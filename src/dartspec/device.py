@@ -147,6 +147,11 @@ class Staged:
             self._sent.record()
 
 
+def first_line(error: Exception) -> str:
+    """What an error is and how its message begins; CUDA's go on for a page."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no reason given')}"
+
+
 def default_recorder(device: torch.device) -> Recorder | None:
     """CUDA graphs on a CUDA device, nothing elsewhere."""
     return CudaRecorder(device) if device.type == "cuda" else None

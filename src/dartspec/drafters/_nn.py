@@ -297,7 +297,16 @@ class Head:
         return log_probs, index
 
     def _by_torch(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """(n, V) float32 logits, overwritten. One transfer where they lie on an accelerator."""
+        """One transfer where the logits lie on an accelerator."""
+        log_probs, index = fetch(*self._likeliest(logits, k))
+        return log_probs, index
+
+    def likeliest_there(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """`likeliest` by torch alone, left where x lies; it can be recorded."""
+        return self._likeliest(self._product(x, float32=True), min(k, self._size))
+
+    def _likeliest(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """(n, V) float32 logits, overwritten."""
         if self._forbidden is not None:
             logits.masked_fill_(self._forbidden, float("-inf"))
         best, where = logits.topk(k, dim=-1)
@@ -305,8 +314,7 @@ class Head:
         log_probs = (best - top) - logits.sub_(top).exp_().sum(-1, keepdim=True).log_()
         # NaN sorts first, and infinity less infinity is NaN: the best entry tells
         log_probs = log_probs.where(log_probs[:, :1] > -1e30, float("-inf"))
-        log_probs, index = fetch(log_probs, where.to(torch.int32))
-        return log_probs, index
+        return log_probs, where.to(torch.int32)
 
 
 class Prefix:

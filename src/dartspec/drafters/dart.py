@@ -33,6 +33,7 @@ from dartspec.drafters._nn import (
     rotate,
     use_core,
 )
+from dartspec.drafters._recorded import RecordedDraft, RoomPrefix
 from dartspec.drafters._train import Batch, Predicted, Start, copy_head, default_taps, draw, start_fused
 from dartspec.errors import DartspecError
 from dartspec.target.attention import attend
@@ -297,12 +298,17 @@ class DartDrafter:
             self._mask_residual = residual.expand(m, -1).contiguous()
             self._mask_qkv = self._qkv(x).expand(m, -1).contiguous()
         self._cos, self._sin = rope_table(torch.arange(0, device=device), c.head_dim, c.rope_theta)
+        # where the target's forwards are recorded (CUDA), so are the drafter's
+        recorder = None if packed else getattr(view, "recorder", None)
+        self._recorded = RecordedDraft(self, recorder, self.search.top_k) if recorder is not None else None
 
     # -- the interface ---------------------------------------------------------------------------------------------
 
     def reset(self, slots: Sequence[int]) -> None:
         for slot in slots:
-            self._prefixes.pop(slot, None)
+            prefix = self._prefixes.pop(slot, None)
+            if isinstance(prefix, RoomPrefix):
+                prefix.give_back()
 
     def fork(self, source: int, target: int, length: int) -> None:
         """See `types.Forks`: row p holds the features of position p and the token at p + 1."""
@@ -348,27 +354,38 @@ class DartDrafter:
         on the CPU, best first. The new rows enter the prefix; the masks leave nothing behind. Where a logit is not
         finite the whole row is -inf: it makes no node.
         """
-        log_probs, index = self._head.likeliest(self._forward(new), self.search.top_k)
+        taken = [self._take(one) for one in new]  # all are looked at before any is changed
+        rest = [self._read_beginning(*one) for one in taken]
+        found = self._recorded.lattice(rest) if self._recorded is not None else None
+        log_probs, index = found or self._head.likeliest(self._forward(rest), self.search.top_k)
         shape = (len(new), self.config.d, -1)
         return log_probs.view(shape), self._ids[index].view(shape)
 
-    def _forward(self, new: Sequence[Committed]) -> Tensor:
-        """(B * d, H) rows, final norm applied: each sequence's last clean row, then its masks."""
+    def _forward(self, rest: Sequence[tuple[Prefix, Tensor, Tensor]]) -> Tensor:
+        """What `_read_beginning` left of each sequence -> (B * d, H) rows, final norm applied: the last clean row of
+        each, then its masks."""
         c = self.config
         d = c.d
         width = c.num_attention_heads * c.head_dim
-        attended = torch.empty(len(new) * d, width, dtype=self.view.dtype, device=self.view.device)
-        residual = torch.empty(len(new) * d, c.hidden_size, dtype=self.view.dtype, device=self.view.device)
-        taken = [self._take(one) for one in new]  # all are looked at before any is changed
-        for i, (prefix, features, ids) in enumerate(taken):
-            done = 0
-            while (left := len(ids) - done) > FEW_ROWS:  # the last row stays: it is one of the d that predict
-                chunk = slice(done, done + min(PREFILL_ROWS, left - 1))
-                self._read(prefix, features[chunk], ids[chunk])
-                done = chunk.stop
-            rest = slice(done, None)
+        attended = torch.empty(len(rest) * d, width, dtype=self.view.dtype, device=self.view.device)
+        residual = torch.empty(len(rest) * d, c.hidden_size, dtype=self.view.dtype, device=self.view.device)
+        for i, (prefix, features, ids) in enumerate(rest):
             span = slice(i * d, (i + 1) * d)
-            self._last_rows(prefix, features[rest], ids[rest], residual[span], attended[span])
+            self._last_rows(prefix, features, ids, residual[span], attended[span])
+        return self._finish(residual, attended)
+
+    def _read_beginning(self, prefix: Prefix, features: Tensor, ids: Tensor) -> tuple[Prefix, Tensor, Tensor]:
+        """Reads all but a few of a sequence's new rows, and returns those left."""
+        done = 0
+        while (left := len(ids) - done) > FEW_ROWS:  # the last row stays: it is one of the d that predict
+            chunk = slice(done, done + min(PREFILL_ROWS, left - 1))
+            self._read(prefix, features[chunk], ids[chunk])
+            done = chunk.stop
+        return prefix, features[done:], ids[done:]
+
+    def _finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """(n, H) residual, (n, heads * dim) attention output -> (n, H), final norm applied: ready for the head."""
+        c = self.config
         x = residual + self._o(attended)
         x += self._mlp(self._mlp_norm(x))
         x = self._final_norm(x)
@@ -393,7 +410,10 @@ class DartDrafter:
             )
         prefix = self._prefixes.get(one.slot)
         if prefix is None:
-            prefix = Prefix(c.num_key_value_heads, c.head_dim, self.view.dtype, self.view.device)
+            if self._recorded is not None:
+                prefix = RoomPrefix(self._recorded.room)
+            else:
+                prefix = Prefix(c.num_key_value_heads, c.head_dim, self.view.dtype, self.view.device)
             self._prefixes[one.slot] = prefix
         if n < 1 or prefix.length != length - 1 - n:
             raise DartspecError(
@@ -403,7 +423,7 @@ class DartDrafter:
         prefix.reserve(length - 1 + c.num_masks)
         self._grow_table(length - 1 + c.num_masks)
         features = one.features.flatten(1).to(self.view.device, self.view.dtype)
-        return prefix, features, one.history[length - n :].to(self.view.device)
+        return prefix, features, one.history[length - n :]
 
     def _grow_table(self, length: int) -> None:
         if length > len(self._cos):
@@ -416,6 +436,7 @@ class DartDrafter:
         H = self.config.hidden_size
         residual = self._fc(features)
         x = torch.empty(len(ids), 2 * H, dtype=residual.dtype, device=residual.device)
+        ids = ids.to(self.view.device)
         self._embedding_norm(self.view.embed(ids).to(residual.dtype), out=x[:, :H])
         self._feature_norm(residual, out=x[:, H:])
         return residual, x

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dartspec.device import Recorder, Recording, Staged
+from dartspec.device import Recorder, Recording, Staged, first_line
 from dartspec.target.cache import SlotCache
 from dartspec.target.masks import MaskPlan
 from dartspec.tree import ancestor_mask, depths
@@ -142,9 +142,7 @@ class RecordedForwards:
             recording = self._recorder.record(lambda: self._run(bucket, inputs.device))
         except Exception as error:
             # a model may ask for a value half-way; nothing is lost but time
-            self.failure = (
-                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else 'no reason'}"
-            )
+            self.failure = first_line(error)
             _log.warning("the target's forwards are run one by one, for recording one failed (%s)", self.failure)
             self._recorded.clear()
             return None
