@@ -203,6 +203,10 @@ class Eagle3Drafter:
         for slot in slots:
             self._prefixes.pop(slot, None)
 
+    def fork(self, source: int, target: int, length: int) -> None:
+        """See `types.Forks`: row p holds the features of position p and the token at p + 1."""
+        self._prefixes[target] = self._prefixes[source].beginning(length)
+
     @torch.inference_mode()
     def propose(self, new: Sequence[Committed], budget: Sequence[int]) -> list[TokenTree]:
         """One tree a sequence. `new[i].features` are the target's states at `taps`, unnormed, as hooks gave them."""

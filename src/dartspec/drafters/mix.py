@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from dartspec.drafters._paths import as_tree
 from dartspec.errors import DartspecError
 from dartspec.tree import truncate
-from dartspec.types import Committed, Drafter, TargetView, TokenTree
+from dartspec.types import Committed, Drafter, Forks, TargetView, TokenTree
 
 BINS_A_NAT = 2  # resolution of scores
 NUM_BINS = 32
@@ -78,6 +78,8 @@ class Mix:
         self._records = [_Record() for _ in parts]
         self._last: dict[int, tuple[int, list[TokenTree]]] = {}  # per slot: length of the text, what was proposed
         self._own_ms = 0.0
+        if all(isinstance(part, Forks) or not part.taps for part in parts):
+            self.fork = self._fork  # offered where every part can, or reads nothing but the text
 
     @property
     def search_ms(self) -> float:
@@ -88,6 +90,12 @@ class Mix:
             part.reset(slots)
         for slot in slots:
             self._last.pop(slot, None)
+
+    def _fork(self, source: int, target: int, length: int) -> None:
+        """See `types.Forks`."""
+        for part in self.parts:
+            if isinstance(part, Forks):
+                part.fork(source, target, length)
 
     def propose(self, new: Sequence[Committed], budget: Sequence[int]) -> list[TokenTree]:
         proposals = [part.propose([self._for(part, one) for one in new], budget) for part in self.parts]
