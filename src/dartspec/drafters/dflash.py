@@ -10,7 +10,7 @@ their products (best first), or a chain of first choices.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -58,6 +58,8 @@ class Config(LayerConfig):
     d:          masks of a block, and so positions predicted; the official `block_size` counts the root too.
     num_layers: decoder layers of the drafter.
     head_norm:  queries and keys are normed by head (the official drafters, which are Qwen3's layers).
+    mask_token_id: the mask's embedding is this row of the target's; None: the drafter has its own.
+    own_head:   False: the head is the target's.
     tree:       "best_first", or "chain".
     top_k:      tokens of a position that are considered.
     """
@@ -68,18 +70,28 @@ class Config(LayerConfig):
 
     num_layers: int = 1
     head_norm: bool = False
+    mask_token_id: int | None = None
+    own_head: bool = True
     tree: str = "best_first"
     top_k: int = 25
 
     def __post_init__(self) -> None:
         super().__post_init__()
         good = self.tree in ("best_first", "chain")
+        mask, whole = self.mask_token_id, self.draft_vocab_size == self.vocab_size
+        self.refuse_unless(
+            mask is None or (type(mask) is int and 0 <= mask < self.vocab_size),
+            f"mask_token_id is {mask!r}; must be an id below {self.vocab_size}, or null",
+        )
+        self.refuse_unless(
+            self.own_head or whole, f"a draft vocabulary of {self.draft_vocab_size} needs a head of its own"
+        )
         self.refuse_unless(good, f"tree is {self.tree!r}; must be 'best_first' or 'chain'")
 
 
 class DFlashNet(DraftNet):
-    """The network, with the tensor names of the official checkpoints; the mask's embedding and the head, which these
-    take from the target, are its own."""
+    """The network, with the tensor names of the official checkpoints. These take the mask's embedding and the head from
+    the target; ours have their own."""
 
     config_class = Config
     config: Config
@@ -91,8 +103,10 @@ class DFlashNet(DraftNet):
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.layers = nn.ModuleList(LlamaLayer(c, c.head_norm) for _ in range(c.num_layers))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
-        self.mask_embedding = nn.Parameter(torch.zeros(c.hidden_size))
+        if c.own_head:
+            self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
+        if c.mask_token_id is None:
+            self.mask_embedding = nn.Parameter(torch.zeros(c.hidden_size))
 
     def decoder_layers(self) -> list[LlamaLayer]:
         return [layer for layer in self.layers if isinstance(layer, LlamaLayer)]
@@ -128,6 +142,8 @@ def read(folder: Path) -> DFlashNet:
 def loss(net: DFlashNet, batch: Batch) -> Any:
     """A block behind every anchor, which predicts all d offsets; `first` rows would cost a block each and are left."""
     c = net.config
+    if not c.own_head or c.mask_token_id is not None:
+        raise DartspecError("DFlash that shares the target's head or mask is for loading only: train with its own")
     heads, kv, dim, m = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.d + 1
     hidden, rows = [], []
     for s, base in zip(batch.sequences, batch.starts, strict=True):
@@ -158,6 +174,17 @@ def loss(net: DFlashNet, batch: Batch) -> Any:
 # --- decoding -------------------------------------------------------------------------------------------------------
 
 
+class _TargetHead(Head):
+    """The target's head in the place of a drafter's."""
+
+    def __init__(self, lm_head: Callable[[Tensor], Tensor], forbidden: Tensor) -> None:
+        self._lm_head, self._size = lm_head, len(forbidden)
+        self._forbidden = forbidden if bool(forbidden.any()) else None
+
+    def likeliest(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        return self._by_torch(self._lm_head(x).float(), min(k, self._size))
+
+
 class DFlashDrafter:
     """Drafts for any number of sequences: one forward over their blocks. The context's keys and values are kept.
 
@@ -180,8 +207,15 @@ class DFlashDrafter:
             self._final_norm = Norm(net.norm, packed)
             ids = net.target_ids().to(torch.int32)
             self._ids = ids.cpu()
-            self._head = Head(net.lm_head.weight, ids >= view.num_tokens, packed, threads)
-            self._masks = net.mask_embedding.detach().expand(c.d, -1)
+            forbidden = ids >= view.num_tokens
+            self._head = (
+                Head(net.lm_head.weight, forbidden, packed, threads)
+                if c.own_head
+                else _TargetHead(view.lm_head, forbidden)
+            )
+            token = c.mask_token_id
+            mask = net.mask_embedding if token is None else view.embed(torch.tensor([token], device=device))[0]
+            self._masks = mask.detach().to(dtype).expand(c.d, -1)
         self._rope = RopeTable(c.head_dim, c.rope_theta, device)
 
     def reset(self, slots: Sequence[int]) -> None:
@@ -257,8 +291,8 @@ class DFlashDrafter:
                     at += len(f)
 
 
-def load(source: Config | Path | str, view: TargetView) -> DFlashDrafter:
-    """The drafter of a folder (`config.json`, `model.safetensors`), checked against the target.
+def load(source: Config | DFlashNet | Path | str, view: TargetView) -> DFlashDrafter:
+    """The drafter of a folder (`config.json`, `model.safetensors`) or of a network, checked against the target.
 
     A bare `Config` names no weights and is refused: a drafter is never run with random ones.
     """
@@ -266,6 +300,6 @@ def load(source: Config | Path | str, view: TargetView) -> DFlashDrafter:
         raise DartspecError(
             "a DFlash config has no weights: give the folder that holds config.json and model.safetensors"
         )
-    net = DFlashNet.from_folder(Path(source))
+    net = source if isinstance(source, DFlashNet) else DFlashNet.from_folder(Path(source))
     check_target(net.config, view)
     return DFlashDrafter(net, view)

@@ -301,8 +301,8 @@ class _Block:
         return around + nn.functional.silu(inner)
 
 
-def load(source: Config | Path | str, view: TargetView) -> HydraDrafter:
-    """The heads of a folder (`config.json`, `model.safetensors`), checked against the target.
+def load(source: Config | HydraNet | Path | str, view: TargetView) -> HydraDrafter:
+    """The heads of a folder (`config.json`, `model.safetensors`) or of a network, checked against the target.
 
     A bare `Config` names no weights and is refused: a drafter is never run with random ones.
     """
@@ -310,6 +310,6 @@ def load(source: Config | Path | str, view: TargetView) -> HydraDrafter:
         raise DartspecError(
             "a Hydra config has no weights: give the folder that holds config.json and model.safetensors"
         )
-    net = HydraNet.from_folder(Path(source))
+    net = source if isinstance(source, HydraNet) else HydraNet.from_folder(Path(source))
     check_target(net.config, view)
     return HydraDrafter(net, view)

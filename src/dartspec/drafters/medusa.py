@@ -207,8 +207,8 @@ class MedusaDrafter:
         return merge_paths(root, paths, budget)
 
 
-def load(source: Config | Path | str, view: TargetView) -> MedusaDrafter:
-    """The heads of a folder (`config.json`, `model.safetensors`), checked against the target.
+def load(source: Config | MedusaNet | Path | str, view: TargetView) -> MedusaDrafter:
+    """The heads of a folder (`config.json`, `model.safetensors`) or of a network, checked against the target.
 
     A bare `Config` names no weights and is refused: a drafter is never run with random ones.
     """
@@ -216,6 +216,6 @@ def load(source: Config | Path | str, view: TargetView) -> MedusaDrafter:
         raise DartspecError(
             "a Medusa config has no weights: give the folder that holds config.json and model.safetensors"
         )
-    net = MedusaNet.from_folder(Path(source))
+    net = source if isinstance(source, MedusaNet) else MedusaNet.from_folder(Path(source))
     check_target(net.config, view)
     return MedusaDrafter(net, view)

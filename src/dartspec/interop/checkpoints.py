@@ -6,6 +6,7 @@ tensors become ours. What does not fit is refused with both sides named; nothing
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -96,6 +97,28 @@ def layouts() -> tuple[Layout, ...]:
     from dartspec.interop import rivals
 
     return (*rivals.LAYOUTS, *LAYOUTS)
+
+
+def described(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the configuration says of the drafter and of its target, where it says it; JSON-ready."""
+    values: Mapping[str, Any] = checkpoint.values
+    layer = values.get("transformer_layer_config")
+    layer = layer if isinstance(layer, Mapping) else {}
+    verifier = (values.get("speculators_config") or {}).get("verifier") or {}
+    target = values.get("target") or verifier.get("name_or_path")
+    if checkpoint.method == "small_model":
+        return {"target": "any model; another tokenizer is bridged through the text"}
+    length = values.get("draft_length")
+    return {
+        "target": target or None,
+        "target_vocab_size": values.get("vocab_size", layer.get("vocab_size")),
+        "target_hidden_size": values.get("target_hidden_size") or values.get("hidden_size", layer.get("hidden_size")),
+        "target_layers": values.get("num_target_layers"),
+        "draft_vocab_size": values.get("draft_vocab_size"),
+        "positions": values.get("d") or (length + 1 if isinstance(length, int) else None),
+        "tokenizer_fingerprint": values.get("tokenizer_fingerprint"),
+        "num_weights": sum(math.prod(shape) for shape in checkpoint.shapes.values()),
+    }
 
 
 def problem(checkpoint: Checkpoint, target: Sizes) -> str | None:
