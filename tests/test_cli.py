@@ -40,6 +40,8 @@ VERBS = (
     "generate",
     "chat",
     "train",
+    "inspect",
+    "convert",
     "doctor",
     "ngram build",
     "ngram info",

@@ -141,6 +141,27 @@ def load_model(
     return LoadedModel(model, tokenizer, found.name, found.revision, found.kind, True, weights_fingerprint(model), plan)
 
 
+class ModelSizes(NamedTuple):
+    """What a model's configuration says of it; enough to tell whether a drafter fits."""
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    architecture: str
+
+
+def read_sizes(source: str | Path | None = None, *, trust_remote_code: bool = False) -> ModelSizes:
+    """The sizes of a model without its weights; `source` as in `load_model`."""
+    found = _find(source, None, trust_remote_code, False)
+    config = _read_config(found, trust_remote_code)
+    text = config.get_text_config()
+    names = getattr(config, "architectures", None) or [""]
+    return ModelSizes(
+        found.name, int(text.vocab_size), int(text.hidden_size), int(text.num_hidden_layers), str(names[0])
+    )
+
+
 def as_target(loaded: LoadedModel) -> Target:
     """The loaded model as a `Target`, with its tokenizer's size, end-of-text ids and both fingerprints.
 
