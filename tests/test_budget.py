@@ -1,92 +1,257 @@
-"""The choice of the number of nodes, from times given and measured."""
+"""The controller: what it verifies is the best that its numbers allow, and it learns from what it sees."""
 
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
-from dartspec.budget import cached_rows, choose_nodes, interpolate, measure_rows
+from dartspec import drafters
+from dartspec.budget import Adaptive, Fixed, subtree
+from dartspec.budget.calibration import DEPTHS, STEPS, Calibration
+from dartspec.budget.cost import CostModel
+from dartspec.drafters import oracle
+from dartspec.engine import Request, generate
+from dartspec.errors import DartspecError
 from dartspec.target.target import Target
+from dartspec.tree import check, depths
+from dartspec.types import RoundTimes, SamplingParams, TokenTree, Verdict
 
-POINTS = st.dictionaries(st.integers(1, 60), st.floats(0.1, 100), min_size=1, max_size=8)
-
-
-@given(points=POINTS, x=st.integers(0, 80))
-def test_interpolation_goes_through_its_points_and_stays_between_neighbours(points: dict[int, float], x: int) -> None:
-    assert all(interpolate(points, n) == pytest.approx(y) for n, y in points.items())
-    below = max((n for n in points if n <= x), default=min(points))
-    above = min((n for n in points if n >= x), default=max(points))
-    low, high = sorted((points[below], points[above]))
-    assert low - 1e-9 <= interpolate(points, x) <= high + 1e-9
+FREE = {1: 10.0, 600: 10.0}
+LINEAR = {1: 10.0, 600: 6000.0}
 
 
-@given(times=POINTS, expected=POINTS, round_ms=st.floats(0, 10))
-def test_the_choice_is_the_best_of_all_sizes_or_nothing(
-    times: dict[int, float], expected: dict[int, float], round_ms: float
-) -> None:
-    times.setdefault(1, 5.0)
-    times.setdefault(30, 20.0)
-
-    def rate(n: int) -> float:
-        if n == 0:
-            return 1 / interpolate(times, 1)
-        return interpolate(expected, n) / (interpolate(times, n + 1) + round_ms)
-
-    chosen = choose_nodes(times, expected, round_ms)
-    sizes = range(min(max(expected), max(times) - 1) + 1)
-    assert chosen in sizes
-    assert rate(chosen) == pytest.approx(max(rate(n) for n in sizes))
+@st.composite
+def trees(draw: st.DrawFn) -> TokenTree:
+    n = draw(st.integers(1, 20))
+    parents = [-1] + [draw(st.integers(0, i)) for i in range(n)]
+    scores = [0.0]
+    for p in parents[1:]:
+        scores.append(scores[p] - draw(st.floats(0, 9)))
+    tokens = torch.arange(n + 1, dtype=torch.int32)
+    return TokenTree(tokens, torch.tensor(parents, dtype=torch.int32), torch.tensor(scores, dtype=torch.float32))
 
 
-def test_nothing_is_drafted_where_drafts_do_not_pay() -> None:
-    linear = {1: 10.0, 60: 600.0}
-    assert choose_nodes(linear, {1: 1.3, 59: 1.9}, 1.0) == 0
-    free = {1: 10.0, 60: 10.0}
-    assert choose_nodes(free, {1: 1.3, 59: 2.9}, 1.0) == 59
-    assert choose_nodes(free, {1: 1.0, 59: 1.0}, 1.0) == 0
-    assert choose_nodes({1: 10.0}, {1: 2.0}, 1.0) == 0  # no row but the root's was measured
+def times_of(trees_: list[TokenTree], ms: float = 10.0) -> RoundTimes:
+    most = max(len(t.tokens) for t in trees_)
+    read = sum(t.num_drafts > 0 for t in trees_)
+    return RoundTimes(0.5 * read, 0.1 * read, ms, 0.1, most, most * len(trees_), 100, read)
 
 
-def test_rows_are_measured_and_leave_the_target_as_it_was() -> None:
-    target = Target(tiny.model("llama"))
-    times = measure_rows(target, (1, 3, 5))
-    assert sorted(times) == [1, 3, 5]
-    assert all(ms > 0 for ms in times.values())
+def one_round(controller: Adaptive, tree: TokenTree, path: list[int], ms: float = 10.0) -> TokenTree:
+    """A round of slot 0 whose walk is what of `path` was verified."""
+    tokens = [int(tree.tokens[i]) for i in path]
+    if not controller.ask([0], [24])[0]:
+        tree = subtree(tree, [0])
+    (cut,) = controller.cut([0], [tree])
+    kept = {int(t): i for i, t in enumerate(cut.tokens)}
+    walked = [kept[t] for t in tokens if t in kept]
+    controller.observe([0], [cut], [Verdict(walked, 0, torch.zeros(0))], times_of([cut], ms))
+    return cut
 
 
-def test_a_context_shorter_than_the_measurement_still_works() -> None:
-    short = Target(tiny.model("gpt2", n_positions=40, max_position_embeddings=40))
-    assert sorted(measure_rows(short, (1, 5))) == [1, 5]
-    tiny_context = Target(tiny.model("gpt2", n_positions=8, max_position_embeddings=8))
-    assert all(n < 8 for n in measure_rows(tiny_context, (1, 3, 60)))  # what does not fit is left out
+# -- the calibration -----------------------------------------------------------------------------------------------
 
 
-def test_times_are_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[object] = []
-
-    def fake(target: Target) -> dict[int, float]:
-        calls.append(target)
-        return {1: 2.5, 9: 4.0}
-
-    monkeypatch.setattr("dartspec.budget.measure_rows", fake)
-    target = Target(tiny.model("llama"))
-    folder = tmp_path / "deep" / "er"
-    assert cached_rows(target, folder, "k") == {1: 2.5, 9: 4.0}
-    assert cached_rows(target, folder, "k") == {1: 2.5, 9: 4.0}
-    assert len(calls) == 1
-    cached_rows(target, folder, "other")
-    assert len(calls) == 2
-    assert {p.suffix for p in folder.iterdir()} == {".json"}  # nothing half-written is left behind
+def test_counts_become_probabilities_that_rise_with_the_step() -> None:
+    made = Calibration()
+    generator = random.Random(0)
+    for _ in range(20_000):
+        step = generator.choice([-7.0, -2.0, -0.3, -0.01])
+        made.learn(made.cell(1, step), generator.random() < {-7.0: 0.02, -2.0: 0.3, -0.3: 0.2, -0.01: 0.9}[step])
+    odds = [made.log_odds[made.cell(1, s)] for s in (-7.0, -2.0, -0.3, -0.01)]
+    assert odds == sorted(odds)
+    assert odds[0] < -3 < odds[1] < -0.9 < 1.5 < odds[3]
+    assert odds[1] == pytest.approx(odds[2], abs=0.2)  # they were seen to fall: pooled
+    assert made.cell(99, -1.0) == made.cell(DEPTHS, -1.0)
+    assert len({made.cell(d, s) for d in range(1, DEPTHS + 1) for s in (-99.0, *STEPS)}) == len(made.log_odds)
 
 
-@pytest.mark.parametrize("broken", ["", '{"1": 2.5, "9"', "[]", "null", '{"a": 1}', '{"1": "x"}', '{"1": null}', "{}"])
-def test_a_broken_file_is_measured_again(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dartspec.budget.measure_rows", lambda target: {1: 2.5})
-    (tmp_path / "rows-k.json").write_text(broken)
-    assert cached_rows(Target(tiny.model("llama")), tmp_path, "k") == {1: 2.5}
-    assert json.loads((tmp_path / "rows-k.json").read_text()) == {"1": 2.5}
+def test_a_calibration_is_kept_beside_the_weights(tmp_path: Path) -> None:
+    made = Calibration()
+    for _ in range(100):
+        made.learn(made.cell(2, -1.0), True)
+    made.save(tmp_path, made_from="a test")
+    again = Calibration.load(tmp_path)
+    assert again.hits == [[round(h, 1) for h in row] for row in made.hits]
+    assert [p.name for p in tmp_path.iterdir()] == ["calibration.json"]
+    assert Calibration.load(tmp_path / "nowhere").hits == Calibration().hits
+
+
+@pytest.mark.parametrize("change", [{"version": 9}, {"steps": [1]}, {"hits": [[1]]}, {"hits": None}, {"trials": "x"}])
+def test_a_calibration_that_does_not_fit_is_refused(change: dict[str, object], tmp_path: Path) -> None:
+    Calibration().save(tmp_path)
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(DartspecError, match=r"calibration"):
+        Calibration.load(tmp_path)
+    path.write_text("{")
+    with pytest.raises(DartspecError, match=r"delete it"):
+        Calibration.load(tmp_path)
+
+
+# -- cutting -------------------------------------------------------------------------------------------------------
+
+
+@given(tree=trees(), data=st.data())
+def test_a_subtree_keeps_its_nodes_and_their_parents(tree: TokenTree, data: st.DataObject) -> None:
+    nodes = {0}
+    for i in range(1, len(tree.tokens)):
+        if int(tree.parents[i]) in nodes and data.draw(st.booleans()):
+            nodes.add(i)
+    cut = subtree(tree, sorted(nodes))
+    check(cut)
+    assert cut.tokens.tolist() == sorted(nodes)  # tokens name the nodes here
+    for i in range(1, len(cut.tokens)):
+        assert int(cut.tokens[cut.parents[i]]) == int(tree.parents[cut.tokens[i]])
+    assert depths(cut).tolist() == [int(depths(tree)[i]) for i in sorted(nodes)]
+
+
+@given(tree=trees(), slope=st.floats(0.01, 5), rate=st.floats(0.01, 1))
+def test_the_cut_is_the_best_of_all_sizes(tree: TokenTree, slope: float, rate: float) -> None:
+    controller = Adaptive(CostModel({1: 10.0, 101: 10.0 + 100 * slope}), Calibration())
+    controller.join(0, SamplingParams(), 10)
+    controller.ask([0], [24])
+    controller._rate = rate
+    (cut,) = controller.cut([0], [tree])
+    check(cut)
+    # by hand: probabilities along paths, the best n nodes
+    odds, value = controller.calibration, [1.0]
+    for i in range(1, len(tree.tokens)):
+        p = int(tree.parents[i])
+        step = float(tree.scores[i]) - float(tree.scores[p])
+        chance = 1 / (1 + 2.718281828459045 ** -odds.log_odds[odds.cell(int(depths(tree)[i]), step)])
+        value.append(value[p] * chance)
+        assert value[i] <= value[p]
+    best = sorted(value[1:], reverse=True)
+    worth = [sum(best[:n]) - rate * (10.0 + slope * n) for n in range(len(best) + 1)]
+    assert worth[cut.num_drafts] == pytest.approx(max(worth), abs=1e-9)
+    assert sum(value[int(t)] for t in cut.tokens[1:]) == pytest.approx(sum(best[: cut.num_drafts]))
+
+
+# -- learning ------------------------------------------------------------------------------------------------------
+
+CHAIN = TokenTree(
+    torch.arange(9, dtype=torch.int32),
+    torch.arange(-1, 8, dtype=torch.int32),
+    torch.arange(0, -9, -1, dtype=torch.float32) * 0.5,
+)
+
+
+def test_drafts_that_are_always_wrong_end_drafting_and_are_tried_ever_less() -> None:
+    controller = Adaptive(CostModel(LINEAR), Calibration())
+    controller.join(0, SamplingParams(), 10)
+    drafted = [one_round(controller, CHAIN, [0], ms=10.0).num_drafts > 0 for _ in range(600)]
+    assert not any(drafted[-100:])  # cut to the root even where it looks
+    controller = Adaptive(CostModel(FREE), Calibration())
+    controller.join(0, SamplingParams(), 10)
+    asked = []
+    for _ in range(1200):
+        asked.append(bool(controller.ask([0], [24])[0]))
+        tree = CHAIN if asked[-1] else subtree(CHAIN, [0])
+        (cut,) = controller.cut([0], [tree])
+        controller.observe([0], [cut], [Verdict([0], 0, torch.zeros(0))], times_of([cut]))
+    assert 2 <= sum(asked[-600:]) < 60  # and still looked at
+
+
+def test_it_comes_back_when_drafts_are_right_again() -> None:
+    controller = Adaptive(CostModel(FREE), Calibration())
+    controller.join(0, SamplingParams(), 10)
+    for _ in range(300):
+        one_round(controller, CHAIN, [0])
+    accepted = [len(one_round(controller, CHAIN, list(range(9))).tokens) - 1 for _ in range(700)]
+    assert sum(accepted[-50:]) == 50 * 8  # free rows, all right: everything is verified
+    assert controller.num_plain_rounds > 0
+
+
+def test_a_reshaped_request_teaches_the_others_nothing() -> None:
+    controller = Adaptive(CostModel(FREE), Calibration())
+    before = [list(row) for row in controller.calibration.trials]
+    controller.join(0, SamplingParams(logit_bias={3: 50.0}), 10)
+    for _ in range(20):
+        one_round(controller, CHAIN, [0])
+    assert controller.calibration.trials == before
+    assert not controller.reliability()
+    controller.leave(0)
+    controller.join(0, SamplingParams(), 10)
+    one_round(controller, CHAIN, [0, 1, 2])
+    assert controller.calibration.trials != before
+    assert sum(n for _, _, n in controller.reliability()) == 8
+
+
+def test_reliability_tells_predicted_from_seen() -> None:
+    controller = Adaptive(CostModel(FREE), Calibration())
+    controller.join(0, SamplingParams(), 10)
+    generator = random.Random(1)
+    for _ in range(3000):  # every token of the chain is right with probability 0.7, given the one before
+        walked = [0]
+        while len(walked) < 9 and generator.random() < 0.7:
+            walked.append(len(walked))
+        one_round(controller, CHAIN, walked)
+    late = Adaptive(CostModel(FREE), controller.calibration)
+    late.join(0, SamplingParams(), 10)
+    for _ in range(1500):
+        walked = [0]
+        while len(walked) < 9 and generator.random() < 0.7:
+            walked.append(len(walked))
+        one_round(late, CHAIN, walked)
+    for predicted, seen, nodes in late.reliability():
+        if nodes > 500:
+            assert seen == pytest.approx(predicted, abs=0.06)
+
+
+def test_some_sequences_may_draft_and_others_not() -> None:
+    controller = Adaptive(CostModel({1: 10.0, 9: 12.0, 200: 400.0}), Calibration())
+    right, wrong = list(range(9)), [0]
+    for slot in (0, 1):
+        controller.join(slot, SamplingParams(), 10)
+    asked = [0, 0]
+    for k in range(400):
+        ask = controller.ask([0, 1], [8, 8])
+        given_trees = [CHAIN if n else subtree(CHAIN, [0]) for n in ask]
+        cut = controller.cut([0, 1], given_trees)
+        paths = [[i for i in p if i < len(t.tokens)] for p, t in zip((right, wrong), cut, strict=True)]
+        verdicts = [Verdict(p, 0, torch.zeros(0)) for p in paths]
+        controller.observe([0, 1], cut, verdicts, times_of(cut))
+        if k >= 200:
+            asked = [a + bool(n) for a, n in zip(asked, ask, strict=True)]
+    assert asked[0] == 200
+    assert asked[1] < 100
+
+
+class Still(CostModel):
+    """Times that no clock of this machine changes."""
+
+    def observe(self, times: RoundTimes, sequences: int, drafted: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
+def test_the_text_is_that_of_plain_decoding(rate: float, temperature: float) -> None:
+    target = Target(tiny.model("llama"), tiny.VOCAB, frozenset({2}))
+    none = drafters.get("none").load(drafters.get("none").Config(), target)
+    params = [SamplingParams(temperature=temperature, seed=s, max_tokens=30, ignore_eos=True) for s in range(5)]
+    requests = [Request([5 + s, 9, 11, 3 * s + 1], p) for s, p in enumerate(params)]
+
+    def texts(drafter: object, controller: Fixed | Adaptive, batch: int) -> list[list[int]]:
+        out: list[list[int]] = [[] for _ in requests]
+        for chunk in generate(target, drafter, requests, num_nodes=controller, batch=batch):  # type: ignore[arg-type]
+            out[chunk.index] += chunk.ids
+        return out
+
+    plain = texts(none, Fixed(0), 1)
+    whole = tuple(tuple(r.prompt) + tuple(ids) for r, ids in zip(requests, plain, strict=True))
+    for batch in (1, 3):
+        controller = Adaptive(Still({1: 5.0, 40: 8.0}), Calibration(), most_nodes=9)
+        drafter = oracle.load(oracle.Config(texts=whole, rate=rate, length=4, branches=1), target)
+        assert texts(drafter, controller, batch) == plain
+        assert controller.num_rounds > 0
+        if rate == 1:
+            assert controller.num_plain_rounds < controller.num_rounds / 2

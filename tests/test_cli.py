@@ -45,7 +45,11 @@ VERBS = (
     "doctor",
     "ngram build",
     "ngram info",
+    "ngram verify",
     "ngram query",
+    "ngram prune",
+    "ngram merge",
+    "ngram import",
     "bench run",
     "bench load",
     "bench compare",
@@ -213,7 +217,7 @@ def test_every_sampling_flag_reaches_the_sampler(folder: str) -> None:
     # nothing is left out: a new field of SamplingParams must get its flag
     default = SamplingParams()
     left = [f for f in SamplingParams.__dataclass_fields__ if getattr(params, f) == getattr(default, f)]
-    assert left == ["processors"]
+    assert left == ["processors", "speculate"]  # a whole program's is --nodes
     got = last_json(run("generate", "on and on", "-m", folder, "--json", *given.split(), *EXACT))
     assert got["ids"] == memory(prompt=[{"role": "user", "content": "on and on"}], params=params).ids
     assert got["seed"] == 9
@@ -397,7 +401,52 @@ def test_an_index_is_built_described_and_asked(folder: str, tmp_path: Path) -> N
     assert ranks == sorted(ranks, reverse=True)
     told = run("ngram", "query", out, "in the", "-m", folder)
     assert "' '" in told.stdout
-    assert "order" in run("ngram", "info", out).stdout
+    assert "'in the'" in told.stdout
+    assert "longest gram" in run("ngram", "info", out).stdout
+    assert "every section is whole" in run("ngram", "verify", out).stdout
+
+
+def test_indexes_are_pruned_and_merged_and_answers_weigh(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("in the thing in the end")
+    (tmp_path / "answers.jsonl").write_text('{"response": [3, 4, 5]}\n')
+    corpus, answers, both, twin = (str(tmp_path / name) for name in ("a.ngram", "b.ngram", "c.ngram", "d.ngram"))
+    text = str(tmp_path / "a.txt")
+    own = str(tmp_path / "answers.jsonl")
+    common = ("-m", folder, "--exact", "--json")
+    built = last_json(run("ngram", "build", text, "-o", corpus, *common))
+    assert built["num_documents"] == 1
+    assert built["peak_memory_bytes"] > 0
+    last_json(run("ngram", "build", "--answers", own, "--answers-weight", "1", "-o", answers, *common))
+    last_json(
+        run("ngram", "build", text, "--answers", own, "--answers-weight", "3", "-o", twin, *common, "--memory", "4G")
+    )
+    merged = last_json(
+        run(
+            "ngram",
+            "merge",
+            corpus,
+            answers,
+            "-w",
+            "1",
+            "-w",
+            "3",
+            "-o",
+            both,
+            "--exact",
+            "--json",
+            "--description",
+            "x",
+        )
+    )
+    for key in ("num_tokens", "num_nodes_by_level"):
+        assert merged[key] == last_json(run("ngram", "info", twin, "--json"))[key]
+    pruned = last_json(run("ngram", "prune", both, "--min-count", "3", "-o", both, "--json"))
+    assert 6 <= pruned["num_nodes"] < pruned["num_nodes_before"]
+    one_sentence(run("ngram", "merge", corpus, answers, "-w", "2", "-o", both), "1 --weight for 2 parts")
+    one_sentence(run("ngram", "build", "-o", both, "-m", folder), "nothing to count")
+    one_sentence(run("ngram", "build", text, "-o", str(tmp_path), "-m", folder), "is a folder")
+    one_sentence(run("ngram", "build", text, "-o", both, "-m", folder, "--memory", "9M"), "--memory is 9M")
+    one_sentence(run("ngram", "import", text, "-o", both, "-m", folder), "no trie")
 
 
 def test_an_interrupted_or_refused_build_leaves_the_old_index(folder: str, tmp_path: Path) -> None:

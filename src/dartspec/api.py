@@ -10,27 +10,26 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dartspec import drafters
 from dartspec.accounting import Metrics
-from dartspec.budget import cached_rows, choose_nodes
+from dartspec.budget import Adaptive, Calibration, CostModel, Fixed, best_threads, cached_rows
 from dartspec.engine import Chunk, Request, generate
 from dartspec.errors import DartspecError
 from dartspec.target.load import LoadedModel, MemoryPlan, as_target, cache_dir, from_memory, load_model
 from dartspec.target.target import Target
 from dartspec.text import Text
-from dartspec.types import Drafter, Processor, SamplingParams
+from dartspec.types import Controller, Drafter, Processor, SamplingParams
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 ASSETS = Path(__file__).parent / "assets"
-ROUND_STEPS = 0.2  # draft, search and the loop itself, in plain steps, when the tree size is chosen
 PROBE_TOKENS = 8  # ids of the forward that our CPU kernels are tried on
 MOST_THREADS = 1024  # a typing error of more would have the system refuse them, and end the program
-DEFAULT_NODES = 16  # where neither a measurement nor the drafter's record says better
+SMALL = 32 << 20  # bytes of weights below which the number of threads is not worth a measurement
 
 
 @dataclass
@@ -83,16 +82,27 @@ class LM:
     An LM serves one thread, because its drafter remembers what it answers. Several threads each take their own
     `lm.with_drafter(...)` (the model's forwards then take turns), or their own `load`.
 
-    drafter_note: one line on which drafter was chosen and why. nodes: draft tokens a tree may have.
-    fast_note: one line on our CPU kernels: used, or why not.
+    drafter_note: one line on which drafter was chosen and why. nodes: draft tokens a tree may have, or "auto".
+    fast_note: one line on our CPU kernels: used, or why not. calibration: how likely the drafter's guesses are right.
     """
 
-    def __init__(
-        self, target: Target, text: Text, drafter: Drafter, name: str, note: str, nodes: int, fast_note: str
-    ) -> None:
-        self.target, self.text, self.drafter, self.nodes = target, text, drafter, nodes
-        self.drafter_name, self.drafter_note = name, note
+    def __init__(self, target: Target, text: Text, chosen: Chosen, nodes: int | str, fast_note: str) -> None:
+        self.target, self.text, self.nodes = target, text, nodes
+        self.drafter, self.drafter_name, self.drafter_note = chosen.drafter, chosen.name, chosen.note
         self.fast_note = fast_note
+        self.calibration = chosen.calibration
+        self._controller: Controller | None = Fixed(nodes) if isinstance(nodes, int) else None
+        if chosen.name == "none":
+            self._controller = Fixed(0)
+
+    @property
+    def controller(self) -> Controller:
+        """What says how many nodes a round verifies. With nodes="auto", made at first use: this machine's times are
+        measured then, once, and remembered."""
+        if self._controller is None:
+            times = cached_rows(self.target, cache_dir(), machine_key(self.target))
+            self._controller = Adaptive(CostModel(times), self.calibration)
+        return self._controller
 
     # -- generating --------------------------------------------------------------------------------------------------
 
@@ -129,7 +139,9 @@ class LM:
 
     def run(self, requests: Sequence[Request], *, batch: int = 8) -> Iterator[Chunk]:
         """The engine's chunks for these requests, with this model's drafter and tree size."""
-        return generate(self.target, self.drafter, requests, text=self.text, num_nodes=self.nodes, batch=max(1, batch))
+        return generate(
+            self.target, self.drafter, requests, text=self.text, num_nodes=self.controller, batch=max(1, batch)
+        )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt in any of its forms."""
@@ -153,9 +165,8 @@ class LM:
 
     def with_drafter(self, drafter: str | Path | Drafter, *, nodes: int | str | None = None, index: Any = "auto") -> LM:
         """The same loaded target with another drafter; nothing is loaded twice. nodes: None keeps this one's."""
-        made, name, note = _resolve(drafter, self.target, index)
-        count = self.nodes if nodes is None else _nodes(nodes, self.target, made)
-        return LM(self.target, self.text, made, name, note, count, self.fast_note)
+        chosen = _resolve(drafter, self.target, index)
+        return LM(self.target, self.text, chosen, _nodes(self.nodes if nodes is None else nodes), self.fast_note)
 
     # -- transformers' generate ----------------------------------------------------------------------------------------
 
@@ -200,7 +211,7 @@ class LM:
             processors = tuple(_on_row(p, i, ids[~mask.bool()]) for p in logits_processor or ())
             requests.append(Request(ids[mask.bool()].tolist(), replace(params, processors=processors), i))
         answers: list[list[int]] = [[] for _ in requests]
-        for chunk in generate(self.target, self.drafter, requests, num_nodes=self.nodes, batch=len(requests)):
+        for chunk in generate(self.target, self.drafter, requests, num_nodes=self.controller, batch=len(requests)):
             answers[chunk.index] += chunk.ids
         longest = max(map(len, answers))
         pad = getattr(c, "_pad_token_tensor", None)
@@ -231,8 +242,10 @@ def load(
     drafter: a method ("dart", "prompt_lookup", "none", ...), a folder of trained weights, a `Drafter`, or "auto": the
              drafter shipped or found for this target, else copies from the text.
     index:   "auto" for the one beside the drafter, a file, or None for no n-gram index.
-    nodes:   draft tokens a tree may have, or "auto": measured once on this machine and remembered.
-    threads: CPU threads; None leaves torch's setting. fast: use our CPU kernels where they apply (bfloat16).
+    nodes:   draft tokens a tree may have, or "auto": as many as pay, chosen round by round from times that are measured
+             once on this machine and remembered; none where plain decoding is faster.
+    threads: CPU threads; None leaves OMP_NUM_THREADS its say, else the best number is measured once and remembered.
+    fast: use our CPU kernels where they apply (bfloat16).
     on_plan: called with the memory needed and free before anything large is read.
 
     Raises DartspecError in one sentence for whatever cannot be found, read, served or fitted.
@@ -263,9 +276,10 @@ def load(
     text = Text(loaded.tokenizer)
     note = _speed_up(loaded) if fast else "own kernels: off"
     target = as_target(loaded)
-    made, name, drafter_note = _resolve(drafter, target, index)
-    count = _nodes(nodes, target, made)
-    return LM(target, text, made, name, drafter_note, count, note)
+    if threads is None and loaded.owned:
+        _settle_threads(target)
+    chosen = _resolve(drafter, target, index)
+    return LM(target, text, chosen, _nodes(nodes), note)
 
 
 def _no_prompt(found: str) -> DartspecError:
@@ -338,39 +352,85 @@ def _speed_up(loaded: LoadedModel) -> str:
     return accelerate(loaded.model, probe, torch.get_num_threads()).reason
 
 
-def _resolve(wanted: str | Path | Drafter, target: Target, index: str | Path | None) -> tuple[Drafter, str, str]:
-    """The drafter, its name, and a line on why it was chosen."""
+def _settle_threads(target: Target) -> None:
+    """The best number of CPU threads for this model, where nobody has said one."""
+    from dartspec.target.fast import set_num_threads
+
+    weights = sum(p.numel() * p.element_size() for p in target.model.parameters())
+    if target.device.type != "cpu" or "OMP_NUM_THREADS" in os.environ or weights < SMALL:
+        return
+
+    def use(count: int) -> None:
+        torch.set_num_threads(count)
+        set_num_threads(target.model, count)
+        target.num_threads = count
+
+    most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    best_threads(target, use, most, cache_dir(), f"{target.weights_fingerprint}-{target.dtype}".replace(".", ""))
+
+
+def machine_key(target: Target) -> str:
+    """What measured times depend on, for a file's name."""
+    place = f"{target.device.type}-{target.num_threads}"
+    return f"{target.weights_fingerprint}-{target.dtype}-{place}".replace(".", "")
+
+
+class Chosen(NamedTuple):
+    """A drafter, its name, a line on why it was chosen, and what is known of its guesses."""
+
+    drafter: Drafter
+    name: str
+    note: str
+    calibration: Calibration
+
+
+def _resolve(wanted: str | Path | Drafter, target: Target, index: str | Path | None, *, part: bool = False) -> Chosen:
+    """part: one of several drafters, which need not all read the index."""
     if not isinstance(wanted, str | Path):
         if not callable(getattr(wanted, "propose", None)):
             raise DartspecError(
                 f"drafter is a {type(wanted).__name__}; it must be a name, a trained drafter's folder, or a Drafter"
             )
-        _no_index(index, type(wanted).__name__)
-        return wanted, type(wanted).__name__, f"drafter {type(wanted).__name__}, as given"
+        name = type(wanted).__name__
+        _no_index(index, name)
+        return Chosen(wanted, name, f"drafter {name}, as given", Calibration())
     folder = Path(wanted)
     if wanted == "auto":
         if (found := _shipped(target)) is not None:
-            return _trained(found, target, index), _method(found), f"drafter {_method(found)}, trained for this model"
+            return _trained(found, target, index, ", trained for this model")
         _no_index(index, "prompt_lookup")
         made = drafters.get("prompt_lookup")
         note = "drafter prompt_lookup (copies from the text): no drafter trained for this model was found"
-        return made.load(made.Config(), target), "prompt_lookup", note
+        return Chosen(made.load(made.Config(), target), "prompt_lookup", note, Calibration())
     if (folder / "config.json").exists():
-        return _trained(folder, target, index), _method(folder), f"drafter {_method(folder)} from {folder}"
-    if os.sep in str(wanted):
+        return _trained(folder, target, index, f" from {folder}", part)
+    if "+" in str(wanted):  # several, united
+        module, parts = drafters.get("mix"), str(wanted).split("+")
+        config = module.Config(parts=tuple(parts))
+    elif os.sep in str(wanted):
         raise DartspecError(f"{wanted} is no drafter: it has no config.json; give a trained drafter's folder")
-    module = drafters.get(str(wanted))
-    try:
-        config = module.Config()
-    except TypeError:  # the method has weights: its Config has fields without defaults
-        found = _shipped(target, module.__name__.rpartition(".")[2])
-        if found is None:
-            raise DartspecError(
-                f"no {wanted} drafter for {target.name} was found: train one (`dartspec train`) and give its folder"
-            ) from None
-        return _trained(found, target, index), str(wanted), f"drafter {wanted}, trained for this model"
-    _no_index(index, str(wanted))
-    return module.load(config, target), str(wanted), f"drafter {wanted}"
+    else:
+        module = drafters.get(str(wanted))
+        try:
+            config = module.Config()
+        except TypeError:  # the method has weights: its Config has fields without defaults
+            found = _shipped(target, module.__name__.rpartition(".")[2])
+            if found is None:
+                raise DartspecError(
+                    f"no {wanted} drafter for {target.name} was found: train one (`dartspec train`) and give its folder"
+                ) from None
+            return _trained(found, target, index, ", trained for this model", part)
+    options: dict[str, Any] = {}
+    takes = inspect.signature(module.load).parameters
+    if "parts" in takes:
+        options["parts"] = [_resolve(name, target, index, part=True).drafter for name in config.parts]
+    elif "index" in takes:
+        shipped = _shipped(target)
+        beside = None if shipped is None else shipped / "index.ngram"
+        options["index"] = (beside if beside and beside.exists() else None) if index == "auto" else index
+    elif not part:
+        _no_index(index, str(wanted))
+    return Chosen(module.load(config, target, **options), str(wanted), f"drafter {wanted}", Calibration())
 
 
 def _no_index(index: str | Path | None, name: str) -> None:
@@ -392,39 +452,23 @@ def _shipped(target: Target, method: str | None = None) -> Path | None:
     return None
 
 
-def _method(folder: Path) -> str:
-    """The method a drafter folder was trained with."""
-    path = folder / "config.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, or no UTF-8
-        raise DartspecError(f"{path} is not JSON ({error}); it may be half-written") from error
-    if not isinstance(values, dict):
-        raise DartspecError(f"{path} is a {type(values).__name__}, a JSON object was expected: it is no drafter's")
-    return str(values.get("method", "dart"))
+def _trained(folder: Path, target: Target, index: str | Path | None, why: str, part: bool = False) -> Chosen:
+    """The drafter of a folder: ours, another program's checkpoint, or a smaller model."""
+    from dartspec.interop import checkpoints
+
+    method = checkpoints.inspect(folder).method
+    options: dict[str, Any] = {}
+    if "index" in inspect.signature(drafters.get(method).load).parameters:
+        beside = folder / "index.ngram"
+        options["index"] = (beside if beside.exists() else None) if index == "auto" else index
+    elif not part:
+        _no_index(index, method)
+    made = checkpoints.load(folder, target, **options)
+    return Chosen(made, method, f"drafter {method}{why}", Calibration.load(folder))
 
 
-def _trained(folder: Path, target: Target, index: str | Path | None) -> Drafter:
-    module = drafters.get(_method(folder))
-    if "index" not in inspect.signature(module.load).parameters:
-        raise DartspecError(
-            f"{folder / 'config.json'} names the method {_method(folder)}, which has no weights to load"
-        )
-    beside = folder / "index.ngram"
-    path = (beside if beside.exists() else None) if index == "auto" else index
-    return module.load(folder, target, index=path)  # type: ignore[no-any-return]
-
-
-def _nodes(wanted: int | str, target: Target, drafter: Drafter) -> int:
-    """The tree size: as asked, or the best for this machine's measured forward times and the drafter's record."""
-    if wanted != "auto":
-        if not isinstance(wanted, int) or isinstance(wanted, bool) or not 0 <= wanted <= 512:
-            raise DartspecError(f"nodes is {wanted!r}; it must be 'auto' or in [0, 512]")
-        return wanted
-    record: Mapping[str, float] = getattr(getattr(drafter, "config", None), "acceptance", None) or {}
-    if not record:
-        return DEFAULT_NODES
-    key = f"{target.weights_fingerprint}-{target.dtype}-{target.device.type}-{torch.get_num_threads()}".replace(".", "")
-    times = cached_rows(target, cache_dir(), key)
-    expected = {0: 1.0, **{int(n): m for n, m in record.items()}}
-    return choose_nodes(times, expected, round_ms=ROUND_STEPS * times[min(times)])
+def _nodes(wanted: int | str) -> int | str:
+    """The tree size as asked, or "auto"."""
+    if wanted != "auto" and (not isinstance(wanted, int) or isinstance(wanted, bool) or not 0 <= wanted <= 512):
+        raise DartspecError(f"nodes is {wanted!r}; it must be 'auto' or in [0, 512]")
+    return wanted

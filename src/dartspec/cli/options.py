@@ -144,7 +144,8 @@ class Loading:
             fast=self.fast,
             on_plan=lambda plan: term.note(str(plan)),
         )
-        term.note(f"{lm.drafter_note}; {lm.nodes} nodes a tree")
+        size = "as many nodes as pay" if lm.nodes == "auto" else f"{lm.nodes} nodes a tree"
+        term.note(f"{lm.drafter_note}; {size}")
         return lm
 
     def _nodes(self) -> int | str:

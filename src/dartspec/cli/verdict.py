@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dartspec.accounting import Metrics, SpeedUp
-from dartspec.budget import interpolate
+from dartspec.budget.cost import interpolate
 
 if TYPE_CHECKING:
     from dartspec.api import LM
@@ -62,19 +62,20 @@ def after_answer(lm: LM, step: PlainStep, ids: list[int], metrics: Metrics, para
     own = [r.round_ms for r in metrics.rounds if not r.num_drafted]
     plain_ms = statistics.median(own) if len(own) >= STEPS else step.ms(ids, params)
     speed = SpeedUp(metrics.M, plain_ms, metrics.ms_per_round, metrics.verify_ms / metrics.num_rounds)
-    return sentence(lm, speed, metrics, raw) + _beside_training(lm)
+    return sentence(lm, speed, metrics, raw) + _beside_training(lm, metrics)
 
 
 def sentence(lm: LM, speed: SpeedUp, metrics: Metrics, raw: bool = False) -> str:
     """The gain and its two terms, or why there is none, or that the times contradict each other."""
-    if lm.nodes and speed.round_in_steps < DOUBT:
+    drafted = any(r.num_drafted for r in metrics.rounds)
+    if drafted and speed.round_in_steps < DOUBT:
         return (
             f"M {speed.M:.1f}, gain unknown: a round took {speed.round_ms:.1f} ms and a plain step "
             f"{speed.plain_ms:.1f} ms, so something else keeps this machine busy"
         )
     if speed.speed_up >= GAIN:
         return f"{speed.speed_up:.1f}x: M {speed.M:.1f}, a round costs {speed.round_in_steps:.1f} steps"
-    if lm.nodes == 0:
+    if not drafted or lm.nodes == 0:
         return "no gain: no tree is worth its cost on this machine, so nothing was drafted"
     if speed.M < FEW:
         return f"no gain: M {speed.M:.1f} ({_why_few(lm, raw)})"
@@ -89,13 +90,15 @@ def sentence(lm: LM, speed: SpeedUp, metrics: Metrics, raw: bool = False) -> str
     )
 
 
-def _beside_training(lm: LM) -> str:
+def _beside_training(lm: LM, metrics: Metrics) -> str:
     """For a model whose weights are not those that the drafter was trained for: what M was there."""
     config = getattr(lm.drafter, "config", None)
     record = {int(n): float(m) for n, m in (getattr(config, "acceptance", None) or {}).items()}
     if not record or not _other_weights(lm):
         return ""
-    return f"; M was {interpolate({0: 1.0, **record}, lm.nodes):.1f} on the weights the drafter was trained for"
+    nodes = lm.nodes if isinstance(lm.nodes, int) else round(_rows(metrics)) - 1
+    there = interpolate({0: 1.0, **record}, nodes)
+    return f"; M was {there:.1f} on the weights the drafter was trained for"
 
 
 def _other_weights(lm: LM) -> bool:

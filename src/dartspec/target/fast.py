@@ -105,6 +105,15 @@ def accelerate(model: nn.Module, probe_ids: Tensor, num_threads: int) -> Report:
     return replace(report, used=True, reason=f"fast kernels: {what}", error=error, row_invariant=alone)
 
 
+def set_num_threads(model: nn.Module, num_threads: int) -> None:
+    """Lets everything that `accelerate` put into the model run on so many threads."""
+    for module in model.modules():
+        product = getattr(getattr(module, "_shared", None), "product", None)
+        for part in (module, product, getattr(module, "qkv", None), getattr(module, "out", None)):
+            if isinstance(part, Product | FusedMLP | FusedLayer):
+                part.num_threads = num_threads
+
+
 def _logits(model: nn.Module, ids: Tensor) -> Tensor:
     return cast(Tensor, model(input_ids=ids, use_cache=False).logits)
 

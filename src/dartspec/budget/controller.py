@@ -1,0 +1,300 @@
+"""How many nodes are worth verifying: the controllers (`types.Controller`) that `engine.Rounds` asks.
+
+`Adaptive` weighs what a node may gain (calibration.py) against what its row costs (cost.py), round by round. Whatever
+it decides, the text stays the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dartspec.budget.calibration import Calibration
+from dartspec.budget.cost import CostModel
+from dartspec.tree import depths
+from dartspec.types import RoundTimes, SamplingParams, TokenTree, Verdict
+
+MOST_NODES = 24  # what a tree is drafted with at most; beyond, a CPU has long been busy with arithmetic
+CURVE = 0.15  # weight of a sequence's last tree in what its next is expected to give
+SHARED_CURVE = 0.05  # the same for all sequences of one temperature, from which new ones begin
+OWN = 8.0  # variance of labels that holds a sequence's own log-odds back, each round
+MOST_OWN = 3.0  # of a sequence's own log-odds against the shared ones
+ON, OFF = 1.02, 1.0  # drafting begins where it promises this against plain decoding, and ends below
+FIRST_PROBE, LAST_PROBE = 16, 256  # rounds until it is tried again, doubling
+NUM_BINS = 20  # of the reliability record
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A controller (`types.Controller`) that always asks for the same number of nodes and verifies them all."""
+
+    num_nodes: int
+
+    @property
+    def most_nodes(self) -> int:
+        return self.num_nodes
+
+    def join(self, slot: int, params: SamplingParams, length: int) -> None:
+        """Nothing is remembered."""
+
+    def leave(self, slot: int) -> None:
+        """Nothing is remembered."""
+
+    def ask(self, slots: Sequence[int], room: Sequence[int]) -> list[int]:
+        return [min(self.num_nodes, r) for r in room]
+
+    def cut(self, slots: Sequence[int], trees: Sequence[TokenTree]) -> list[TokenTree]:
+        return list(trees)
+
+    def observe(
+        self, slots: Sequence[int], trees: Sequence[TokenTree], verdicts: Sequence[Verdict], times: RoundTimes
+    ) -> None:
+        """Nothing is learned."""
+
+
+class _Tree:
+    """One tree as the controller sees it: what became of its nodes is told by the same numbers as before."""
+
+    def __init__(self, tree: TokenTree, calibration: Calibration, own: float) -> None:
+        self.parents = parents = tree.parents.tolist()
+        scores, depth = tree.scores.tolist(), depths(tree).tolist()
+        odds, exp, cell = calibration.log_odds, math.exp, calibration.cell
+        cells, chances, values = [0], [1.0], [1.0]
+        self.cells, self.chances, self.values = cells, chances, values
+        for i in range(1, len(parents)):
+            p = parents[i]
+            at = cell(depth[i], scores[i] - scores[p] if p else scores[i])
+            chance = 1.0 / (1.0 + exp(-odds[at] - own))  # to be picked, the parent having been reached
+            cells.append(at)
+            chances.append(chance)
+            values.append(values[p] * chance)  # to be accepted
+
+    def best(self) -> list[int]:
+        """Nodes by the chance to be accepted; so parents come first."""
+        return sorted(range(1, len(self.values)), key=self.values.__getitem__, reverse=True)
+
+    def keep(self, nodes: Sequence[int]) -> _Tree:
+        """As `subtree` renumbers."""
+        kept = _Tree.__new__(_Tree)
+        place = {old: new for new, old in enumerate(nodes)}
+        kept.parents = [place.get(self.parents[i], -1) for i in nodes]
+        kept.cells, kept.chances, kept.values = (
+            [row[i] for i in nodes] for row in (self.cells, self.chances, self.values)
+        )
+        return kept
+
+
+class _Slot:
+    """What is known of one sequence in progress."""
+
+    def __init__(self, params: SamplingParams, curve: NDArray[np.float64]) -> None:
+        self.kind = kind_of(params)
+        self.reshaped = params.is_reshaped
+        self.own = 0.0  # log-odds against the shared calibration
+        self.curve = curve.copy()  # expected accepted tokens of its best n nodes, n = 0 .. most_nodes
+        self.behind = 0  # rounds since the drafter read it
+        self.seen: tuple[TokenTree, _Tree] | None = None  # the tree that was given out to be verified
+
+
+def kind_of(params: SamplingParams) -> int:
+    """Requests whose acceptance is alike: greedy, cool, warm, hot."""
+    t = params.temperature
+    return 0 if t == 0 else 1 if t <= 0.5 else 2 if t <= 1.0 else 3
+
+
+class Adaptive:
+    """Per round and batch, the number of nodes with the most committed tokens a second; zero is plain decoding.
+
+    costs:       what rounds take; corrected as they are seen.
+    calibration: of this drafter; corrected as labels are seen, never by a request whose distribution was reshaped by
+                 penalties, bias or processors.
+    most_nodes:  drafted at most.
+
+    All trees of a forward are padded to the largest, so one number n serves the batch: with G(n) the expected accepted
+    tokens of everybody's best n nodes, a round of B sequences gives B + G(n). `ask` compares the rates with and without
+    drafting, from what recent trees promised; `cut` then knows the tree and takes the n with the largest G(n) - rate x
+    T(n): nodes that bring more than the same time brings on average. Sequences may differ in whether they draft at all.
+    """
+
+    def __init__(self, costs: CostModel, calibration: Calibration, most_nodes: int = MOST_NODES) -> None:
+        self.costs, self.calibration = costs, calibration
+        self.most_nodes = most_nodes
+        self._slots: dict[int, _Slot] = {}
+        self._curves: dict[int, NDArray[np.float64]] = {}  # by kind
+        self._on = True
+        self._rate = 0.0  # expected tokens a millisecond, of the round that was asked for last
+        self._quiet = 0  # rounds since the drafter was last asked
+        self._probe = FIRST_PROBE
+        self._verify = np.zeros(most_nodes + 1)  # of that round: ms by nodes a sequence
+        # by probability: nodes, accepted, sum of the probabilities
+        self.bins = [[0.0, 0.0, 0.0] for _ in range(NUM_BINS)]
+        self.num_rounds = self.num_plain_rounds = 0
+
+    def join(self, slot: int, params: SamplingParams, length: int) -> None:
+        kind = kind_of(params)
+        curve = self._curves.get(kind)
+        if curve is None:
+            near = min(self._curves, key=lambda k: abs(k - kind), default=None)
+            curve = self._guess() if near is None else self._curves[near]
+        self._slots[slot] = _Slot(params, curve)
+
+    def leave(self, slot: int) -> None:
+        self._slots.pop(slot, None)
+
+    def _guess(self) -> NDArray[np.float64]:
+        """Before any tree was seen: good enough to begin with drafting."""
+        return 2.0 * (1 - np.exp(-np.arange(self.most_nodes + 1) / 6.0))
+
+    # -- before drafting ---------------------------------------------------------------------------------------------
+
+    def ask(self, slots: Sequence[int], room: Sequence[int]) -> list[int]:
+        B, most = len(slots), self.most_nodes
+        verify = self._verify = self.costs.verify_ms(B, most + 1)
+        plain = self._rate = B / float(verify[0] + self.costs.other_ms(False, B))
+        asked = [0] * B
+        able = [i for i in range(B) if room[i]]
+        if not able:
+            return asked
+        entries = [self._slots[slots[i]] for i in able]
+        order, counts = [0], [1]
+        if len(able) > 1:
+            order = sorted(range(len(able)), key=lambda i: -entries[i].curve[-1])
+            counts = _counts(len(able))
+        best, drafting, nodes = 0.0, 0, 0
+        gains, behind, taken = np.full(most + 1, float(B)), 0, 0
+        other = self.costs.other_ms(True, B)
+        for m in counts:  # the m most promising draft
+            for i in order[taken:m]:
+                gains = gains + entries[i].curve
+                behind += max(0, entries[i].behind - 1)
+            taken = m
+            # what has to be read first is paid for by the rounds until the next look
+            rates = gains / (verify + (self.costs.draft_ms(m, behind / FIRST_PROBE) + other))
+            at = int(rates.argmax())
+            if rates[at] > best:
+                best, drafting, nodes = float(rates[at]), m, at
+        self._on = nodes > 0 and best > plain * (OFF if self._on else ON)
+        if self._on:
+            self._rate = max(best, plain)
+            self._probe, self._quiet = FIRST_PROBE, 0
+            size = min(most, 2 * nodes + 4)  # a good round may use more than the mean one
+            chosen = order[:drafting]
+        else:
+            self._quiet += 1
+            if self._quiet < self._probe:
+                return asked
+            # what the text is like now shows only by drafting
+            self._probe, self._quiet = min(2 * self._probe, LAST_PROBE), 0
+            size = most
+            chosen = sorted(range(len(able)), key=lambda i: -entries[i].behind)[: (len(able) + 7) // 8]
+            for i in chosen:
+                entries[i].own *= 0.7  # what was learned from the text is old by now
+        for i in chosen:
+            asked[able[i]] = min(room[able[i]], size)
+        return asked
+
+    # -- after drafting ----------------------------------------------------------------------------------------------
+
+    def cut(self, slots: Sequence[int], trees: Sequence[TokenTree]) -> list[TokenTree]:
+        most = self.most_nodes
+        gains = np.zeros(most + 1)
+        looked: list[tuple[_Tree, list[int]] | None] = []
+        largest = 0
+        for slot, tree in zip(slots, trees, strict=True):
+            entry = self._slots[slot]
+            entry.seen = None
+            if tree.num_drafts == 0:
+                entry.behind += 1
+                looked.append(None)
+                continue
+            entry.behind = 0
+            seen = _Tree(tree, self.calibration, entry.own)
+            order = seen.best()
+            looked.append((seen, order))
+            largest = max(largest, len(order))
+            sums, total = [0.0], 0.0
+            for i in order[:most]:
+                total += seen.values[i]
+                sums.append(total)
+            curve = np.array(sums + [total] * (most + 1 - len(sums)))
+            entry.curve += CURVE * (curve - entry.curve)
+            if not entry.reshaped:
+                shared = self._curves.setdefault(entry.kind, entry.curve.copy())
+                shared += SHARED_CURVE * (curve - shared)
+            gains += curve
+        if not largest:
+            return list(trees)
+        n = int((gains - self._rate * self._verify)[: largest + 1].argmax())
+        kept = list(trees)
+        for k, (slot, tree, one) in enumerate(zip(slots, trees, looked, strict=True)):
+            if one is None:
+                continue
+            seen, order = one
+            if n < len(order):
+                nodes = [0, *sorted(order[:n])]
+                kept[k], seen = subtree(tree, nodes), seen.keep(nodes)
+            self._slots[slot].seen = kept[k], seen
+        return kept
+
+    # -- after the round ---------------------------------------------------------------------------------------------
+
+    def observe(
+        self, slots: Sequence[int], trees: Sequence[TokenTree], verdicts: Sequence[Verdict], times: RoundTimes
+    ) -> None:
+        drafted = sum(t.num_drafts > 0 for t in trees)
+        self.num_rounds += 1
+        self.num_plain_rounds += drafted == 0
+        if trees:
+            self.costs.observe(times, len(trees), max(drafted, 1) if times.num_read else 0)
+        for slot, tree, verdict in zip(slots, trees, verdicts, strict=True):
+            if tree.num_drafts:
+                self._learn(self._slots[slot], tree, verdict)
+
+    def _learn(self, entry: _Slot, tree: TokenTree, verdict: Verdict) -> None:
+        """Every node whose parent was reached is a label."""
+        if entry.seen is not None and entry.seen[0] is tree:
+            seen = entry.seen[1]
+        else:  # the engine took off what could never be kept
+            seen = _Tree(tree, self.calibration, entry.own)
+        on_path = set(verdict.path)
+        surprise = spread = 0.0
+        for i in range(1, len(seen.parents)):
+            hit = i in on_path
+            value = seen.values[i]
+            if not entry.reshaped:
+                record = self.bins[min(NUM_BINS - 1, int(value * NUM_BINS))]
+                record[0] += 1
+                record[1] += hit
+                record[2] += value
+            if seen.parents[i] in on_path:
+                chance = seen.chances[i]
+                surprise += hit - chance
+                spread += chance * (1 - chance)
+                if not entry.reshaped:
+                    self.calibration.learn(seen.cells[i], hit)
+        if not self._on and surprise > 1:
+            self._quiet = LAST_PROBE  # the trial brought more than it promised: another at once
+        entry.own = max(-MOST_OWN, min(MOST_OWN, entry.own + surprise / (spread + OWN)))
+
+    def reliability(self) -> list[tuple[float, float, int]]:
+        """(mean predicted probability, share accepted, nodes) of each bin that has nodes."""
+        return [(p / n, hit / n, int(n)) for n, hit, p in self.bins if n]
+
+
+def _counts(most: int) -> list[int]:
+    """How many sequences may draft: all, or about every eighth part fewer."""
+    return sorted({max(1, round(most * k / 8)) for k in range(1, 9)})
+
+
+def subtree(tree: TokenTree, nodes: Sequence[int]) -> TokenTree:
+    """Some nodes of a tree, ascending, the root first. They must be closed: a node's parent is among them."""
+    place = {old: new for new, old in enumerate(nodes)}
+    parents = tree.parents.tolist()
+    at = torch.tensor(nodes)
+    renumbered = torch.tensor([-1, *(place[parents[i]] for i in nodes[1:])], dtype=torch.int32)
+    return TokenTree(tree.tokens[at], renumbered, tree.scores[at])
