@@ -178,7 +178,9 @@ def random_target(run: Run, name: str) -> Target:
     torch.manual_seed(0)
     how = "sdpa" if run.dry else attention.register()  # a tape does not see our CPU kernels
     with torch.device(run.device):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=how, dtype=torch.bfloat16)
+        # bfloat16 on a CPU would run kernels of ours that no tape sees
+        dtype = torch.float32 if run.dry else torch.bfloat16
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=how, dtype=dtype)
     target = Target(model, name=name)
     target.recorder = run.recorder()
     return target
@@ -318,9 +320,8 @@ class Smol:
         loaded = load_model(run.model, dtype=dtype, device=run.device, attention="sdpa" if run.dry else None)
         self.run, self.text = run, Text(loaded.tokenizer)
         self.target = as_target(loaded)
-        folder = next(ASSETS.glob("smollm2-135m-instruct/config.json")).parent
-        self.dart = drafters.get("dart").load(folder, self.target, index=folder / "index.ngram")
         self.none = drafters.get("none").load(drafters.get("none").Config(), self.target)
+        self.dart: Any = None
 
     def prompts(self, per_set: int) -> list[list[int]]:
         suites = load_suites(["all"], per_set).values()
@@ -329,12 +330,15 @@ class Smol:
 
     @contextmanager
     def recorded(self, on: bool) -> Iterator[None]:
+        """Target and drafter with or without recordings."""
         self.target.recorder = self.run.recorder() if on else None
-        self.target._idle.clear()
+        folder = ASSETS / "smollm2-135m-instruct"
+        self.dart = drafters.get("dart").load(folder, self.target, index=folder / "index.ngram")
         try:
             yield
         finally:
             self.target._idle.clear()
+            self.dart = None
 
     def answers(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, nodes: int, batch: int = 1

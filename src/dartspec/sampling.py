@@ -269,7 +269,7 @@ def pick_together(
         rows = _filtered_together(_biased(rows.float(), samplers, counts), params, counts)
         rows = _with_noise(rows, samplers, counts, positions, noise)
     best = rows.max(-1)  # the lowest of equal ids; NaN wins, and is no token
-    return torch.where(best.values > -torch.inf, best.indices, -1)
+    return best.indices.masked_fill(~(best.values > -torch.inf), -1)
 
 
 def _biased(rows: Tensor, samplers: Sequence[Sampler], counts: Sequence[int]) -> Tensor:
@@ -342,4 +342,4 @@ def _with_noise(
         made = noise([samplers[i].noise_words(q) for i, q in place])
     sent = send({"at": np.array(at, dtype=np.int64)}, rows.device)["at"]
     added = made.index_select(0, sent.clamp(min=0))
-    return rows + (added if min(at) >= 0 else torch.where(sent[:, None] < 0, 0.0, added))
+    return rows + (added if min(at) >= 0 else added.masked_fill(sent[:, None] < 0, 0.0))

@@ -313,7 +313,7 @@ class Head:
         top = best[:, :1]
         log_probs = (best - top) - logits.sub_(top).exp_().sum(-1, keepdim=True).log_()
         # NaN sorts first, and infinity less infinity is NaN: the best entry tells
-        log_probs = log_probs.where(log_probs[:, :1] > -1e30, float("-inf"))
+        log_probs = log_probs.masked_fill(~(log_probs[:, :1] > -1e30), float("-inf"))
         return log_probs, where.to(torch.int32)
 
 

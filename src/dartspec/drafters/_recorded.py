@@ -199,12 +199,12 @@ class RecordedDraft:
         start, count = given["start"][:, None], given["count"][:, None]  # (B, 1)
         node, sequence = torch.arange(R, device=self._device), torch.arange(B, device=self._device)
         valid = node < count  # (B, R)
-        residual, x = drafter._inputs(features, torch.where(valid, given["ids"], 0).flatten())
+        residual, x = drafter._inputs(features, given["ids"].masked_fill(~valid, 0).flatten())
         qkv = drafter._qkv(x).view(B, R, heads + 2 * kv, c.head_dim)
         masks = drafter._mask_qkv.view(1, m, heads + 2 * kv, c.head_dim).expand(B, -1, -1, -1)
         qkv = torch.cat((qkv, masks), dim=1)  # (B, R + m, ...)
         at = torch.cat((start + node, start + count + torch.arange(m, device=self._device)), dim=1)
-        at = torch.where(torch.cat((valid, (count > 0).expand(B, m)), dim=1), at, room.spare)
+        at = at.masked_fill(~torch.cat((valid, (count > 0).expand(B, m)), dim=1), room.spare)
         turned = rotate(qkv[:, :, : heads + kv], self._cos[at][:, :, None], self._sin[at][:, :, None])
         room.keys[given["row"][:, None], :, at] = turned[:, :, heads:]
         room.values[given["row"][:, None], :, at] = qkv[:, :, heads + kv :]

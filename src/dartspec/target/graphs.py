@@ -173,10 +173,11 @@ class RecordedForwards:
         B, N = bucket.batch, bucket.rows
         node = torch.arange(N, device=self._device)
         valid = node < given["count"][:, None]  # (B, N)
-        start, depth = given["start"], torch.where(valid, given["depth"], 0)
-        ids = torch.where(valid, given["ids"], 0)
-        positions = torch.where(valid, start[:, None] + depth, 0)
-        writes = torch.where(valid, start[:, None] + node, self._cache.capacity)
+        padding, start = ~valid, given["start"]
+        # masked_fill: `where` may bring its number from the host, which no recording allows
+        depth, ids = (given[name].masked_fill(padding, 0) for name in ("depth", "ids"))
+        positions = (start[:, None] + depth).masked_fill(padding, 0)
+        writes = (start[:, None] + node).masked_fill(padding, self._cache.capacity)
         mask = self._masks.build_tensors(start, depth, given["tree"], valid, bucket.keys)
         cache_rows = torch.arange(B, device=self._device)[:, None]
         self._cache.window.set_tensors(cache_rows, writes, bucket.keys)
