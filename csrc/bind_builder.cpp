@@ -1,8 +1,9 @@
-// Binds what makes an index: the builder, and pruning. Arrays in, the GIL dropped.
+// Binds what makes an index: the builder, and pruning; and what a person asks of one. Arrays in, the GIL dropped.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 
@@ -71,5 +72,20 @@ void bind_builder(nb::module_& m) {
             return b.finish(path, exact, min_count, fingerprint, name, description);
           }, "exact"_a, "min_count"_a, "fingerprint"_a, "name"_a, "description"_a, "path"_a = "", Released());
 
+  m.def("context_lengths", [](const NgramIndex& index, In1<std::int32_t> context, In1<std::int32_t> tokens) {
+          const NgramState state = index.state_of(span_of(context));
+          std::vector<int> lengths;
+          for (std::int32_t token : span_of(tokens)) {
+            std::size_t length = static_cast<std::size_t>(index.info().order) - 1;
+            for (; length > 0; --length) {  // a state that knows one context alone has nowhere to back off to
+              NgramState only;
+              only.nodes.fill(kNoNode);
+              only.nodes[length - 1] = state.nodes[length - 1];
+              if (index.probability(only, token) > 0.0) break;
+            }
+            lengths.push_back(static_cast<int>(length));
+          }
+          return lengths;
+        }, "index"_a, "context"_a, "tokens"_a, "How many tokens of context each token's probability rests on; 0 when unseen.");
   m.def("prune_index", &prune, "index"_a, "path"_a, "exact"_a, "min_count"_a, "description"_a, Released());
 }

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dartspec import tree as T
 from dartspec.errors import DartspecError
-from dartspec.interop.official import import_trie, read_trie
+from dartspec.interop.official import import_trie
 from dartspec.lattice import SearchConfig, build_tree
 from dartspec.ngram import NgramIndex
 from dartspec.types import TokenTree
@@ -247,4 +247,4 @@ def test_official_trie_that_is_cut_off_or_foreign_is_refused(tmp_path: Path) -> 
     ):
         path.write_bytes(bad)
         with pytest.raises(DartspecError, match=message):
-            read_trie(path)
+            import_trie(path, vocab_size=151_936, fingerprint="", name="", description="")
