@@ -14,18 +14,21 @@ import pytest
 import torch
 
 import tiny
+from dartspec import drafters
 from dartspec.drafters import dart
 from dartspec.drafters._train import default_taps
 from dartspec.drafters.dart import DartNet
+from dartspec.engine import Request, generate
 from dartspec.errors import DartspecError
 from dartspec.target.target import Target
+from dartspec.train.batch import select_taps
 from dartspec.train.config import TrainConfig
 from dartspec.train.data import Example, read_examples
-from dartspec.train.evaluate import evaluate
+from dartspec.train.evaluate import evaluate, prepare_held_out
 from dartspec.train.features import StateCache, cache_info
 from dartspec.train.loop import Trainer, learning_rate, sequence_at
 from dartspec.train.run import TargetStates, train
-from dartspec.types import Committed
+from dartspec.types import Committed, Drafter, SamplingParams
 
 
 def target(**changes: Any) -> Target:
@@ -119,6 +122,82 @@ def test_a_run_learns_logs_and_leaves_a_drafter_that_loads(config: TrainConfig) 
     assert c.provenance["train_config"]["steps"] == 120
     assert not any("/" in str(v) for v in c.provenance["data"])  # names, not the paths of a machine
     assert sorted(p.name for p in Path(longer.out).iterdir()) == ["latest", "log.jsonl", "state.pt", "train.json"]
+
+
+# methods with weights, and what each of them may be told
+METHODS: dict[str, dict[str, Any]] = {
+    "dart": {},
+    "eagle3": {"options": {"top_k": 4}},
+    "dflash": {"options": {"num_layers": 2}},
+    "medusa": {"options": {"num_blocks": 2}},
+    "hydra": {"options": {"prefix": True, "num_blocks": 2}},
+}
+
+
+def test_every_method_with_a_loss_is_trained_here() -> None:
+    assert {n for n in drafters.names() if hasattr(drafters.get(n), "loss")} == set(METHODS)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_learns_resumes_and_drafts(
+    method: str, config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same loop for all: the loss falls, a run in two parts is the run in one, and the drafter is accepted."""
+    taps = () if method in ("medusa", "hydra") else (1, 2, 3)
+    c = replace(config, method=method, taps=taps, steps=60, eval_every=60, log_every=20, **METHODS[method])
+    whole = trainer_of(replace(c, cache=str(tmp_path / "cache"), cache_taps=(1, 2, 3)), monkeypatch)
+    losses = [r["loss"] for r in log(c) if "eval" not in r]
+    assert losses[-1][0] < 0.95 * losses[0][0]
+    assert losses[-1][3] < losses[0][3]
+    parts = replace(c, out=str(tmp_path / "parts"), cache=str(tmp_path / "cache"), cache_taps=(1, 2, 3))
+    trainer_of(parts, monkeypatch, until=23)
+    assert same(trainer_of(parts, monkeypatch), whole)  # case 27, and one cache for every method
+    t = target()
+    made: Drafter = drafters.get(method).load(Path(c.out) / "latest", t)
+    prompt = read_examples([Path(c.data[0])], max_tokens=64, vocab_size=tiny.VOCAB)[0].ids[:12]
+    answers: list[list[int]] = []
+    for drafter in (drafters.get("none").load(drafters.get("none").Config(), t), made):
+        chunks = list(generate(t, drafter, [Request(prompt, SamplingParams(max_tokens=40))], num_nodes=8))
+        answers.append([i for chunk in chunks for i in chunk.ids])
+    assert answers[0] == answers[1]
+
+
+def test_options_that_a_method_does_not_have_are_refused(config: TrainConfig) -> None:
+    with pytest.raises(DartspecError, match="Medusa has no option 'prefix'; its own are num_blocks, top_k"):
+        train(replace(config, method="medusa", options={"prefix": True}), target(), report=quiet)
+    with pytest.raises(DartspecError, match="DART has no option 'top_k'; it has none of its own"):
+        train(replace(config, options={"top_k": 3}), target(), report=quiet)
+    with pytest.raises(
+        DartspecError, match="the drafter prompt_lookup has no weights to train; there are: dart, dflash"
+    ):
+        train(replace(config, method="prompt-lookup"), target(), report=quiet)
+    with pytest.raises(DartspecError, match="unknown drafter 'eagle9'"):
+        train(replace(config, method="eagle9"), target(), report=quiet)
+    with pytest.raises(DartspecError, match=r"the drafter reads tap 2, the states hold taps \[1, 3\]"):
+        train(replace(config, cache_taps=(1, 3)), target(), report=quiet)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dflash", "medusa", "hydra"])
+def test_training_and_serving_of_every_method_agree(method: str, config: TrainConfig) -> None:  # case 25
+    """Offset 1 of the held-out evaluation is the first level that the drafter draws at the same place."""
+    t = target()
+    taps = () if method in ("medusa", "hydra") else (1, 2, 3)
+    c = replace(config, method=method, taps=taps, steps=20, eval_every=20, eval_stride=1, **METHODS[method])
+    folder = train(c, t, report=quiet)
+    module = drafters.get(method)
+    net, drafter = module.read(folder).float(), module.load(folder, t)
+    example = read_examples([Path(c.data[0])], max_tokens=64, vocab_size=tiny.VOCAB)[-1]
+    states = TargetStates(t, (1, 2, 3)).states(example)
+    held = prepare_held_out([example], [states], t, 1)
+    head = tiny.model("llama").get_output_embeddings().weight.detach()[net.target_ids()]
+    report = evaluate(module.loss, net, held, t, (1, 2, 3), head, torch.float32)
+    features = select_taps(states, (1, 2, 3), drafter.taps)
+    ids, hits = torch.tensor(example.ids), []
+    for root in range(example.num_prompt - 1, len(ids) - 1):
+        drafter.reset([0])
+        (tree,) = drafter.propose([Committed(0, ids[: root + 1], root, features[:root])], [1])
+        hits.append(int(tree.tokens[1]) == int(held.choices[0][root]))
+    assert report["hit1"][0] == pytest.approx(sum(hits) / len(hits), abs=1e-4)
 
 
 @pytest.mark.parametrize("cut", [1, 7, 11])
@@ -381,8 +460,6 @@ def test_training_and_serving_agree_on_one_sequence(config: TrainConfig) -> None
     net = DartNet.from_folder(folder).float()
     example = read_examples([Path(config.data[0])], max_tokens=64, vocab_size=tiny.VOCAB)[-1]
     states = TargetStates(t, config.taps).states(example)
-    from dartspec.train.evaluate import prepare_held_out
-
     held = prepare_held_out([example], [states], t, 1)
     head = tiny.model("llama").get_output_embeddings().weight.detach()[net.target_ids()]
     report = evaluate(dart.loss, net, held, t, config.taps, head, torch.float32)

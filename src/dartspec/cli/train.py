@@ -18,6 +18,10 @@ def train(
     set_: Annotated[
         list[str] | None, typer.Option("--set", "-s", help="KEY=VALUE over the config file; may be repeated.")
     ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option("--method", help="Which drafter to train; one with weights.  [default: dart]", show_default=False),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say how much data, memory and time it takes; write nothing.")
     ] = False,
@@ -37,9 +41,12 @@ def train(
       dartspec train my-run.json
       dartspec train my-run.json --set steps=4000 --dry-run
       dartspec train --set target=./my-model --set data=answers.jsonl --set out=runs/first
+      dartspec train my-run.json --method eagle3 --set out=runs/rival
     """
     term = Terminal(json=json, no_color=no_color)
     values = {**_from_file(config), **dict(map(_override, set_ or ()))}
+    if method is not None:
+        values["method"] = method
     if isinstance(values.get("data"), str):
         values["data"] = [values["data"]]
     for name in ("target", "data", "out"):
