@@ -54,6 +54,8 @@ VERBS = (
     "bench load",
     "bench compare",
     "bench report",
+    "bench table",
+    "bench endpoint",
     "bench capture",
     "bench replay",
 )

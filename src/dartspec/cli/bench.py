@@ -256,6 +256,114 @@ def report(
     _last_line({"out": str(out), "charts": list(charts), "bytes": len(page.encode())})
 
 
+@app.command("table")
+def table_of(
+    result: Annotated[Path, typer.Argument(help="Result of bench run or load.", show_default=False)],
+    form: Annotated[str, typer.Option("--format", "-f", help="csv, markdown or latex.")] = "csv",
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write; default: stdout.")] = None,
+    json: JsonOption = False,
+    no_color: o.NoColorOption = False,
+    debug: o.DebugOption = False,
+) -> None:
+    """A result's rows as CSV (every figure), Markdown or LaTeX (the main ones).
+
+    \b
+    Examples:
+      dartspec bench table mine.json > mine.csv
+      dartspec bench table mine.json --format latex --out table.tex
+    """
+    from dartspec.bench.compare import read
+    from dartspec.bench.export import export
+    from dartspec.bench.provenance import write
+
+    text = export(read(result), form)
+    if out is None and not json:
+        sys.stdout.write(text)
+        return
+    if out is not None:
+        write(out, text)
+    Terminal(json=json, no_color=no_color).emit({"out": out and str(out), "text": text})
+
+
+@app.command()
+def endpoint(
+    urls: Annotated[
+        list[str], typer.Argument(help="Servers; the others are compared with the first.", show_default=False)
+    ],
+    suite: SuiteOption = None,
+    per_set: Annotated[int, typer.Option(help="Prompts of each set, the first ones; 0 takes all.")] = 5,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Sent with every request.")] = 0,
+    max_tokens: MaxTokensOption = 128,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Times that everything is measured.")] = 1,
+    served_model: Annotated[str | None, typer.Option(help="Model to ask for; default: the server's first.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file of the result.")] = None,
+    json: JsonOption = False,
+    no_color: o.NoColorOption = False,
+    debug: o.DebugOption = False,
+) -> None:
+    """Servers that speak OpenAI's API: ours, vLLM, SGLang, llama-server.
+
+    Time to the first text, and time per output token, (end - first) / (n - 1); gaps between pieces of text stand apart,
+    for a piece may hold several tokens. Acceptance is read from /metrics where the server has it. A key is taken from
+    the variable OPENAI_API_KEY.
+
+    \b
+    Examples:
+      dartspec bench endpoint http://localhost:8000
+      dartspec bench endpoint http://localhost:8001 http://localhost:8000 --suite code --concurrency 4
+    """
+    import os
+
+    from rich.progress import Progress
+
+    from dartspec.bench.endpoint import Server, measure
+    from dartspec.bench.provenance import provenance, save_result
+    from dartspec.bench.suites import load_suites
+
+    term = Terminal(json=json, no_color=no_color)
+    prompts = [p for own in load_suites(list(suite or ["all"]), per_set or None).values() for p in own]
+    if len(set(urls)) < len(urls):
+        raise DartspecError("a server is given twice: name each once")
+    servers = [Server(url, served_model, os.environ.get("OPENAI_API_KEY")) for url in urls]
+    settings = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
+    total = repeats * len(servers) * -(-len(prompts) // concurrency)
+    with Progress(console=term.err, transient=True) as progress:
+        task = progress.add_task("asking", total=total)
+        result = measure(
+            servers,
+            prompts,
+            settings,
+            concurrency=concurrency,
+            repeats=repeats,
+            advance=lambda: progress.update(task, advance=1),
+        )
+    table = Table("server", "model", box=box.SIMPLE_HEAD)
+    for name in ("first, ms (p50)", "ms a token [95 %]", "p99", "A", "speed-up [95 %]", "equal"):
+        table.add_column(name, justify="right")
+    for r in result["rows"]:
+        e, per = r.get("against_first", {}), r["per_token_ms"]
+        table.add_row(
+            r["server"],
+            r["model"],
+            f"{r['first_ms']['p50']:.0f}",
+            f"{per[0]:.2f} [{per[1]:.2f}, {per[2]:.2f}]" if per else "",
+            f"{r['per_token_percentiles_ms'].get('p99', 0):.2f}",
+            f"{r['A']:.2f}" if "A" in r else "",
+            _interval(e["speed_up"]) if "speed_up" in e else "",
+            f"{e['num_equal']}/{e['num_pairs']}" if e else "",
+        )
+    _print(table, term)
+    if any(r["counted_by"] != ["server"] for r in result["rows"]):
+        term.note("a server does not say how many tokens it wrote: its pieces of text were counted in their place")
+    config = {"suites": list(suite or ["all"]), "concurrency": concurrency, "repeats": repeats, **settings}
+    whole = {"kind": "endpoint", "config": config, **result, "provenance": provenance()}
+    if out is not None:
+        save_result(out, whole)
+    _last_line({"kind": "endpoint", "rows": result["rows"], "out": out and str(out)})
+
+
 @app.command()
 def capture(
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")],
