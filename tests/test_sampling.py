@@ -224,3 +224,22 @@ def test_log_probs_are_of_the_raw_distribution() -> None:
     assert value == float(want[4])
     assert [i for i, _ in best] == want.topk(3).indices.tolist()
     assert len(sampler.log_probs(logits, 4, 100)[1]) == V - 2  # as many as there are
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 3.0])
+def test_a_nucleus_of_a_large_vocabulary_is_that_of_a_full_sort(top_p: float, scale: float) -> None:
+    from dartspec import sampling
+
+    generator = torch.Generator().manual_seed(5)
+    for dtype in (torch.float32, torch.bfloat16):  # bfloat16: many equal logits, at the edge too
+        row = (torch.randn(8 * sampling.NUCLEUS, generator=generator) * scale).to(dtype).float()
+        ordered, index = row.double().sort(stable=True)
+        out = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
+        out[-1] = False
+        expected = torch.zeros(len(row), dtype=torch.bool).scatter_(0, index, ~out)
+        got = filter_logits(row, SamplingParams(temperature=1.0, top_p=top_p))
+        assert torch.equal(got > -torch.inf, expected)
+        assert torch.equal(got[expected], row[expected])
+    nothing = torch.full((8 * sampling.NUCLEUS,), torch.nan)
+    assert filter_logits(nothing, SamplingParams(temperature=1.0, top_p=0.5)).isnan().any()

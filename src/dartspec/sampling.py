@@ -237,15 +237,36 @@ def filter_logits(row: Tensor, params: SamplingParams) -> Tensor:
     if 0 < p.top_k < len(row):
         row = row.masked_fill(row < row.topk(p.top_k).values[-1], -torch.inf)
     if p.top_p < 1:
-        ordered, index = row.sort(descending=False)
-        # the smallest tokens whose mass together is at most 1 - top_p go; summed upwards as transformers does
-        out = ordered.softmax(-1).cumsum(-1) <= 1 - p.top_p
-        out[-1] = False
-        row = row.masked_fill(torch.zeros_like(out).scatter_(0, index, out), -torch.inf)
+        row = _nucleus(row, p.top_p)
     if p.min_p > 0:
         prob = row.softmax(-1)
         row = row.masked_fill(prob < p.min_p * prob.max(), -torch.inf)
     return row
+
+
+NUCLEUS = 256  # likeliest tokens that are looked at before all are sorted
+
+
+def _nucleus(row: Tensor, top_p: float) -> Tensor:
+    """(V,) without the smallest tokens whose mass together is at most 1 - top_p, which are -inf.
+
+    A nucleus is small where top_p matters: then its tokens alone are sorted, which takes a tenth of the time.
+    """
+    if row.device.type == "cpu" and len(row) > 4 * NUCLEUS:
+        best, index = row.topk(NUCLEUS)
+        mass = (best - torch.logsumexp(row, -1)).double().exp().cumsum(-1)
+        if float(mass[-1]) >= top_p:  # false for NaN as well
+            count = int((mass < top_p).sum()) + 1
+            edge = best[count - 1]
+            above = int((best > edge).sum())
+            equal = (row == edge).nonzero()[above - count :, 0]  # of equals the highest ids stay
+            kept = torch.cat((index[:above], equal))
+            return torch.full_like(row, -torch.inf).index_copy_(0, kept, row[kept])
+    ordered, index = row.sort(descending=False)
+    # summed upwards as transformers does
+    out = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
+    out[-1] = False
+    return row.masked_fill(torch.zeros_like(out).scatter_(0, index, out), -torch.inf)
 
 
 # -- all rows of a round at once ---------------------------------------------------------------------------------------
