@@ -239,7 +239,9 @@ def test_a_nucleus_of_a_large_vocabulary_is_that_of_a_full_sort(top_p: float, sc
         out[-1] = False
         expected = torch.zeros(len(row), dtype=torch.bool).scatter_(0, index, ~out)
         got = filter_logits(row, SamplingParams(temperature=1.0, top_p=top_p))
-        assert torch.equal(got > -torch.inf, expected)
-        assert torch.equal(got[expected], row[expected])
+        kept = got > -torch.inf
+        assert kept.sum() == expected.sum()  # which of equals at the edge stay is nobody's business
+        assert torch.equal(row[kept].sort().values, row[expected].sort().values)
+        assert torch.equal(got[kept], row[kept])
     nothing = torch.full((8 * sampling.NUCLEUS,), torch.nan)
     assert filter_logits(nothing, SamplingParams(temperature=1.0, top_p=0.5)).isnan().any()
