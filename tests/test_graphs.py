@@ -6,17 +6,23 @@ a token) would be wrong in the second round. Equality with the plain path is wha
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
 from dartspec.device import Recording, Run, Staged, TapeRecorder
 from dartspec.engine import Request, generate
-from dartspec.target import graphs
+from dartspec.sampling import GumbelRows
+from dartspec.target import attention, graphs
+from dartspec.target.cache import LayerShape, SlotCache
 from dartspec.target.graphs import Bucket
 from dartspec.target.masks import MaskPlan, tree_tensors
 from dartspec.target.target import FINAL, Session, Target
@@ -261,3 +267,64 @@ def test_staged_tensors_arrive_whole() -> None:
     staged.send()
     for name, view in staged.device.items():
         assert torch.equal(view, staged.host[name])
+
+
+# -- on another device -------------------------------------------------------------------------------------------------
+
+
+class NoHost(TorchDispatchMode):
+    """Raises where an operation reads or makes a tensor on the CPU."""
+
+    num_operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.num_operations += 1
+        for t in tree_flatten((args, kwargs, out))[0]:
+            assert not isinstance(t, Tensor) or t.device.type != "cpu", f"{func} has a tensor on the CPU"
+        return out
+
+
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize("way", [None, "gqa", "strides"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_moe"])
+def test_a_recorded_forward_never_touches_the_host(name: str, way: str | None) -> None:
+    """Tensors without memory stand for a GPU's: a number from the CPU, which no CUDA graph allows, would show."""
+    config = AutoConfig.for_model(name, **{**tiny.COMMON, **tiny.SERVED[name]})
+    with META:
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention.register(way), dtype=torch.bfloat16
+        ).eval()
+    shapes = {i: LayerShape(2, 8, 8, torch.bfloat16, META) for i in range(4)}
+    cache = SlotCache(shapes, 4, 63, spare=1)
+
+    def forward(ids: Tensor, positions: Tensor, mask: object, features: bool) -> tuple[Tensor, ...]:
+        with torch.inference_mode():
+            out = model(
+                input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True, **{cache_name(model): cache}
+            )
+        return (out.logits,)
+
+    forwards = graphs.RecordedForwards(forward, MaskPlan(config, None), cache, META, False, TapeRecorder())
+    fields = {"ids": (2, 9), "depth": (2, 9), "start": (2,), "count": (2,)}
+    given = {n: torch.zeros(shape, dtype=torch.int64, device=META) for n, shape in fields.items()}
+    given["tree"] = torch.zeros(2, 9, 9, dtype=torch.bool, device=META)
+    with NoHost() as watch:
+        (logits,) = forwards._run(Bucket(2, 9, 64, False), given)
+    assert (logits.shape, logits.device) == ((2, 9, tiny.VOCAB), META)
+    assert watch.num_operations > 200
+
+
+def cache_name(model: object) -> str:
+    """Renamed in transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def test_recorded_noise_never_touches_the_host() -> None:
+    with NoHost():
+        rows = GumbelRows(50, META)._run(torch.zeros(3, 5, dtype=torch.int64, device=META))
+    assert rows.shape == (3, 50)
+    with pytest.raises(AssertionError, match="on the CPU"), NoHost():  # negative control
+        torch.zeros(3, device=META) + torch.tensor(1.0)

@@ -10,9 +10,10 @@ import torch
 import tiny
 from dartspec.device import Recording, Run, TapeRecorder
 from dartspec.drafters import _recorded
-from dartspec.drafters.dart import DartDrafter
+from dartspec.drafters.dart import DartDrafter, DartNet
 from dartspec.target.target import Target
 from dartspec.types import Committed
+from test_graphs import NoHost
 from test_lossless import tiny_dart
 
 WIDTH = 32
@@ -117,3 +118,31 @@ def test_where_recording_fails_the_plain_path_serves(caplog: pytest.LogCaptureFi
     assert len(caplog.records) == 1
     assert "cannot be captured" in caplog.text
     assert "more" not in caplog.text
+
+
+class Meta:
+    """A target without memory, on a device that is not the CPU."""
+
+    vocab_size = num_tokens = 97
+    hidden_size, num_layers = WIDTH, 4
+    eos_token_ids: frozenset[int] = frozenset()
+    dtype, device = torch.bfloat16, torch.device("meta")
+    recorder = TapeRecorder()
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        assert ids.device == self.device
+        return torch.empty(*ids.shape, WIDTH, dtype=self.dtype, device=self.device)
+
+
+def test_a_recorded_draft_never_touches_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = drafter(None)
+    monkeypatch.setattr(DartNet, "target_ids", lambda _: torch.arange(45))  # values, asked for when a drafter is made
+    made = DartDrafter(DartNet(here.config), Meta())
+    recorded = made._recorded
+    assert recorded is not None
+    inputs, features = recorded._inputs(_recorded.Bucket(2, 4, 256))
+    with NoHost() as watch:
+        log_probs, index = recorded._run(_recorded.Bucket(2, 4, 256), inputs.device, features)
+    assert log_probs.device.type == index.device.type == "meta"
+    assert log_probs.shape == index.shape == (2 * here.config.d, 25)
+    assert watch.num_operations > 60
