@@ -11,7 +11,6 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dartspec.lattice import SearchConfig, build_tree
@@ -45,8 +44,9 @@ class Growth:
 
     def __init__(self, roots: Sequence[int], budget: Sequence[int], beam: int, ends: Collection[int]) -> None:
         self.roots, self.budget, self.beam = list(roots), list(budget), beam
-        self._ends = np.array(sorted(ends), dtype=np.int32)
+        self._ends = list(ends)
         n = len(self.roots)
+        self._each = np.arange(n)[:, None]
         # candidate 0 is the root; children come behind their parents, level by level
         self._tokens = [np.array(self.roots, dtype=np.int32)[:, None]]
         self._scores = [np.zeros((n, 1), dtype=np.float32)]
@@ -54,46 +54,45 @@ class Growth:
         self._frontier = np.zeros((n, 1), dtype=np.int32)  # candidates expanded last
         self._values = np.zeros((n, 1), dtype=np.float32)  # their scores; -inf where nothing follows
         self._count = 1
+        self._best = [
+            np.full(budget, -np.inf, dtype=np.float32) for budget in self.budget
+        ]  # scores of each tree so far
 
     def add(self, log_probs: Tensor, tokens: Tensor) -> None:
         """Children of the frontier: (B, w, k) float32 and int32 on the CPU, w nodes each. A child whose log-probability
         is not finite is none."""
         step = log_probs.numpy()
         n = len(self.roots)
-        values = self._values[:, :, None] + np.where(np.isfinite(step), np.minimum(step, 0), -np.inf)
-        self._parents.append(np.repeat(self._frontier, step.shape[2], axis=1))
-        self._scores.append(values.reshape(n, -1).astype(np.float32))
+        values = self._values[:, :, None] + np.where(np.isfinite(step), np.minimum(step, 0), np.float32(-np.inf))
+        scores = values.reshape(n, -1)
+        self._parents.append(self._frontier.repeat(step.shape[2], axis=1))
+        self._scores.append(scores)
         self._tokens.append(tokens.numpy().reshape(n, -1))
+        for i, budget in enumerate(self.budget):
+            if budget:
+                joined = np.concatenate((self._best[i], scores[i]))
+                joined.partition(len(joined) - budget)
+                self._best[i] = joined[len(joined) - budget :]
 
     def choose(self) -> tuple[Tensor, Tensor] | None:
         """The next frontier, the best of the newest candidates: (B, w) their tokens, int64, and (B, w) which nodes of
         the frontier before they hang at. None where no child could still enter a tree."""
         scores, tokens = self._scores[-1], self._tokens[-1]
-        width = min(self.beam, scores.shape[1])
-        order = np.argsort(-scores, axis=1, kind="stable")[:, :width]
-        values = np.take_along_axis(scores, order, axis=1)
-        chosen = np.take_along_axis(tokens, order, axis=1)
-        values = np.where(np.isin(chosen, self._ends), np.float32(-np.inf), values)
-        best = values.max(axis=1)
+        order = (-scores).argsort(axis=1, kind="stable")[:, : self.beam]
+        values, chosen = scores[self._each, order], tokens[self._each, order]
+        for end in self._ends:
+            values[chosen == end] = -np.inf
         # a child is never better than its parent, and loses ties to what came before it
-        if not (np.isfinite(best) & (best > self._least())).any():
+        if not any(
+            budget and value > best[0]
+            for budget, value, best in zip(self.budget, values.max(1), self._best, strict=True)
+        ):
             return None
         children = scores.shape[1] // self._frontier.shape[1]
         self._frontier = (self._count + order).astype(np.int32)
         self._count += scores.shape[1]
         self._values = values
         return torch.from_numpy(chosen.astype(np.int64)), torch.from_numpy(order // children)
-
-    def _least(self) -> NDArray[np.float32]:
-        """Per tree the score that a candidate has to beat: -inf while there is room."""
-        scores = np.concatenate(self._scores[1:], axis=1)
-        out = np.full(len(self.roots), -np.inf, dtype=np.float32)
-        for i, budget in enumerate(self.budget):
-            if budget == 0:
-                out[i] = np.inf
-            elif budget <= scores.shape[1]:
-                out[i] = -np.partition(-scores[i], budget - 1)[budget - 1]
-        return out
 
     def trees(self) -> list[TokenTree]:
         """The best `budget` candidates of each sequence, by falling score, parents before children."""
