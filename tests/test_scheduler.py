@@ -76,7 +76,7 @@ def ids(handle: Handle) -> Text:
 # -- the same text -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     name=st.sampled_from(["dart", "oracle", "prompt_lookup", "none"]),
