@@ -92,6 +92,8 @@ def test_told_bit_by_bit_in_a_batch_or_at_once_the_tree_is_the_same(monkeypatch:
             same(tree, scored_paths(wanted))
         drafter.reset([3])
         same(drafter.propose([told(3, b, 0, 14)], [12])[0], scored_paths(alone[1]))
+        drafter.fork(7, 8, 5)
+        same(drafter.propose([told(8, b, 5, 14)], [12])[0], scored_paths(alone[1]))
     with pytest.raises(DartspecError, match="2 new of 20 committed tokens, but the drafter has read 0 rows"):
         drafter.propose([told(9, a, 17, 20)], [4])
 

@@ -101,6 +101,11 @@ def test_told_bit_by_bit_in_a_batch_or_at_once_the_tree_is_the_same() -> None:
     drafter.reset([3])
     (again,) = drafter.propose([told(3, b, 0, 14)], [12])
     same(again, scored_paths(got[1]))
+    drafter.fork(7, 8, 5)  # another text that begins as this one
+    (forked,) = drafter.propose([told(8, b, 5, 14)], [12])
+    same(forked, scored_paths(got[1]))
+    with pytest.raises(DartspecError, match="has read 13 rows of a text, 14 of them were asked for"):
+        drafter.fork(7, 9, 14)
 
 
 def test_long_text_is_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

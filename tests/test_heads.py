@@ -143,6 +143,8 @@ def test_told_bit_by_bit_in_a_batch_or_at_once_the_tree_is_the_same(
         same(tree, scored_paths(alone))
     drafter.reset([3])
     same(drafter.propose([told(3, b, 0, 14)], [12])[0], scored_paths(got[1]))
+    drafter.fork(7, 8, 5)
+    same(drafter.propose([told(8, b, 5, 14)], [12])[0], scored_paths(got[1]))
     with pytest.raises(DartspecError, match=r"features of shape \[13, 1, 24\] for 13 new tokens, found None"):
         drafter.propose([Committed(9, b[0], 13, None)], [4])
 

@@ -346,6 +346,8 @@ class Prefix:
 
     def beginning(self, length: int) -> Prefix:
         """A copy of the first `length` rows."""
+        if length > self.length:
+            raise DartspecError(f"a drafter has read {self.length} rows of a text, {length} of them were asked for")
         heads, _, dim = self.keys.shape
         made = Prefix(heads, dim, self.keys.dtype, self.keys.device)
         made.reserve(length)

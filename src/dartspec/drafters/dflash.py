@@ -222,6 +222,10 @@ class DFlashDrafter:
         for slot in slots:
             self._prefixes.pop(slot, None)
 
+    def fork(self, source: int, target: int, length: int) -> None:
+        """See `types.Forks`: row p holds the features of position p."""
+        self._prefixes[target] = [prefix.beginning(length) for prefix in self._prefixes[source]]
+
     def propose(self, new: Sequence[Committed], budget: Sequence[int]) -> list[TokenTree]:
         """One tree a sequence. `new[i].features` are the target's states at `taps`, unnormed, as hooks gave them."""
         if not new:

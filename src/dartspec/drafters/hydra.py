@@ -218,6 +218,11 @@ class HydraDrafter:
         for slot in slots:
             self._prefixes.pop(slot, None)
 
+    def fork(self, source: int, target: int, length: int) -> None:
+        """See `types.Forks`: without the prefix layer the last state is all that is read."""
+        if self.config.prefix:
+            self._prefixes[target] = self._prefixes[source].beginning(length)
+
     @torch.inference_mode()
     def propose(self, new: Sequence[Committed], budget: Sequence[int]) -> list[TokenTree]:
         """One tree a sequence. `new[i].features` are the target's last states, behind its final norm."""

@@ -169,6 +169,9 @@ class MedusaDrafter:
     def reset(self, slots: Sequence[int]) -> None:
         """Nothing is remembered."""
 
+    def fork(self, source: int, target: int, length: int) -> None:
+        """See `types.Forks`: the last state is all that is read."""
+
     @torch.inference_mode()
     def lattice(self, new: Sequence[Committed]) -> tuple[Tensor, Tensor]:
         """Per sequence and offset the likeliest tokens: log-probabilities and target ids, (B, d, k), best first."""
