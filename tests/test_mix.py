@@ -10,7 +10,7 @@ import torch
 
 import tiny
 from dartspec.drafters import index as index_module
-from dartspec.drafters import mix, none, prompt_lookup
+from dartspec.drafters import lookahead, mix, none, prompt_lookup
 from dartspec.drafters._paths import join
 from dartspec.drafters.index import IndexDrafter
 from dartspec.drafters.mix import Mix
@@ -196,6 +196,24 @@ def test_a_token_outside_one_parts_vocabulary_is_accepted() -> None:
         return [i for chunk in generate(t, drafter, [request], num_nodes=8) for i in chunk.ids]
 
     assert text(Mix(mix.Config(), parts)) == text(none.Plain())
+
+
+def test_a_part_that_learns_from_the_targets_picks_gets_them() -> None:
+    t = target()
+    parts: list[Drafter] = [lookahead.load(lookahead.Config(from_text=False), t), Fixed([5], [-1.0])]
+    made = Mix(mix.Config(parts=("lookahead", "fixed")), parts)
+    assert made.needs_picks
+    assert not Mix(mix.Config(), [Fixed([5], [-1.0]), Fixed([6], [-1.0])]).needs_picks
+    request = Request([5, 6, 7], SamplingParams(max_tokens=12))
+    assert [i for c in generate(t, made, [request], num_nodes=40) for i in c.ids] == [
+        i for c in generate(t, none.Plain(), [request]) for i in c.ids
+    ]
+    state = parts[0]._states  # type: ignore[attr-defined]
+    assert not state  # forgotten at the end
+    made.propose([committed([5, 6, 7])], [40])
+    (tree,) = made.propose([committed([5, 6, 7, 8])], [40])
+    made.propose([committed([5, 6, 7, 8, 9])._replace(tree=tree, picks=tree.tokens + 1)], [40])
+    assert parts[0]._states[0].pool  # type: ignore[attr-defined]
 
 
 def test_parts_are_counted() -> None:

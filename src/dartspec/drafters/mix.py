@@ -75,6 +75,7 @@ class Mix:
     def __init__(self, config: Config, parts: Sequence[Drafter]) -> None:
         self.config, self.parts = config, list(parts)
         self.taps = tuple(sorted({tap for part in parts for tap in part.taps}))
+        self.needs_picks = any(getattr(part, "needs_picks", False) for part in parts)
         self._records = [_Record() for _ in parts]
         self._last: dict[int, tuple[int, list[TokenTree]]] = {}  # per slot: length of the text, what was proposed
         self._own_ms = 0.0
