@@ -266,23 +266,28 @@ class NgramIndex {
       return;
     }
     // Many: look each wanted token up. Binary searches in step hide each other's latency.
-    constexpr int kLanes = 8;
+    constexpr int kLanes = 32;
     for (int first = 0; first < wanted.n; first += kLanes) {
-      std::uint32_t want[kLanes], at[kLanes];
-      for (int i = 0; i < kLanes; ++i) {
-        want[i] = static_cast<std::uint32_t>(wanted.tokens[std::min(first + i, wanted.n - 1)]);
-        at[i] = range.begin;
-      }
+      const int lanes = std::min(kLanes, wanted.n - first);
+      const auto* const want = reinterpret_cast<const std::uint32_t*>(wanted.tokens.data()) + first;
+      const std::uint8_t* const base = records + (std::uint64_t(range.begin) * step >> 3);
+      const std::uint64_t base_bit = std::uint64_t(range.begin) * step & 7;
+      std::uint64_t at[kLanes];  // in bits behind base
+      std::fill_n(at, lanes, base_bit);
       for (std::uint32_t size = n; size > 1; size -= size / 2) {
-        const std::uint32_t half = size / 2;
-        for (int i = 0; i < kLanes; ++i)
-          at[i] += (load(records, std::uint64_t(at[i] + half - 1) * step) & mask) < want[i] ? half : 0;
+        const std::uint64_t half = size / 2 * step, probe = half - step;
+        for (int i = 0; i < lanes; ++i) at[i] += (load(base, at[i] + probe) & mask) < want[i] ? half : 0;
       }
-      for (int i = 0; i < std::min(kLanes, wanted.n - first); ++i) {
-        std::uint64_t record = load(records, std::uint64_t(at[i]) * step);
-        if ((record & mask) < want[i] && ++at[i] < range.end) record = load(records, std::uint64_t(at[i]) * step);
-        if (at[i] < range.end && (record & mask) == want[i])
-          hit(first + i, at[i], static_cast<std::uint32_t>(record >> l.value_shift & l.value_mask));
+      for (int i = 0; i < lanes; ++i) {
+        std::uint64_t record = load(base, at[i]);
+        if ((record & mask) < want[i]) {
+          at[i] += step;
+          if (at[i] == base_bit + n * step) continue;
+          record = load(base, at[i]);
+        }
+        if ((record & mask) != want[i]) continue;
+        const auto found = static_cast<std::uint32_t>((at[i] - base_bit) / step);
+        hit(first + i, range.begin + found, static_cast<std::uint32_t>(record >> l.value_shift & l.value_mask));
       }
     }
   }

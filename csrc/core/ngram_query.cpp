@@ -24,7 +24,12 @@ void log_terms_plain(double* v, std::size_t n, double weight, double eps) { log_
 [[gnu::target("avx2")]] void log_terms_avx2(double* v, std::size_t n, double weight, double eps) {
   log_terms_of(v, n, weight, eps);
 }
-[[gnu::target("avx512f,avx512dq,avx512vl,prefer-vector-width=512")]] void log_terms_avx512(double* v, std::size_t n, double weight, double eps) {
+#if defined(__clang__)
+[[gnu::target("avx512f,avx512dq,avx512vl")]]
+#else
+[[gnu::target("avx512f,avx512dq,avx512vl,prefer-vector-width=512")]]
+#endif
+void log_terms_avx512(double* v, std::size_t n, double weight, double eps) {
   log_terms_of(v, n, weight, eps);
 }
 #endif
