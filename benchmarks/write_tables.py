@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/numbers.md from the results in docs/results/, between their marks.
+"""Writes the tables of README.md and of pages in docs/ from the results in docs/results/, between their marks.
 
     python benchmarks/write_tables.py            # write them
     python benchmarks/write_tables.py --check    # exit code 1 where a page and the results disagree (a test does this)
@@ -145,14 +145,59 @@ def plain(result: dict[str, Any]) -> str:
     return f"{table}\n\nCompiling the static form took {result['compile_s']:.0f} s; ours compiles nothing."
 
 
+def scheduler(result: dict[str, Any]) -> str:
+    """`scheduler.py`: what a long prompt costs the others, what a shared beginning saves, random arrivals."""
+    chunks = rows(
+        ["rows a step", "step alone, ms", "step while it is read, ms", "longest step, ms", "its first token, ms"],
+        [
+            [
+                str(r["prefill_rows"]),
+                f"{r['step_alone_ms']:.0f}",
+                f"{r['step_while_read_ms']:.0f}",
+                f"{r['longest_step_ms']:.0f}",
+                str(r["first_token_ms"]),
+            ]
+            for r in result["chunks"]
+        ],
+    )
+    r = result["reuse"]
+    reuse = (
+        f"First token of a prompt of {r['prompt_tokens']} tokens: {r['first_token_fresh_ms']:.0f} ms; where "
+        f"{r['reused_tokens']} of them are copied, **{r['first_token_shared_ms']:.0f} ms**."
+    )
+    load = rows(
+        ["nodes", "one after the other, tokens/s", f"{result['load'][0]['slots']} slots, tokens/s", "equal texts"],
+        [
+            [
+                r["nodes"],
+                f"{r['tokens_per_s_alone']:.0f}",
+                f"{r['tokens_per_s']:.0f}",
+                f"{r['texts_equal']}/{r['requests']}",
+            ]
+            for r in result["load"]
+        ],
+    )
+    one = result["load"][0]
+    arrivals = (
+        f"{one['requests']} requests that arrive at random, a third sampled, half with a shared beginning, "
+        f"{one['cancelled']} cancelled on the way; texts are compared with plain decoding's, as far as they were written:"
+    )
+    return "\n\n".join([chunks, reuse, arrivals, load])
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "table-t0": speed,
     "table-t08": speed,
     "acceptance": acceptance,
     "plain": plain,
     "load": load_table,
+    "scheduler": scheduler,
 }
-PAGES = ((ROOT / "README.md", "docs/results"), (ROOT / "docs" / "numbers.md", "results"))
+PAGES = (
+    (ROOT / "README.md", "docs/results"),
+    (ROOT / "docs" / "numbers.md", "results"),
+    (ROOT / "docs" / "serving-many.md", "results"),
+)
 
 
 def marks(text: str) -> list[str]:
