@@ -19,7 +19,7 @@ import tiny
 from dartspec.drafters import none
 from dartspec.engine import Request, generate
 from dartspec.errors import DartspecError
-from dartspec.interop.checkpoints import convert, inspect, load, problem, read
+from dartspec.interop.checkpoints import convert, described, inspect, load, problem, read
 from dartspec.interop.rivals import default_dflash_taps
 from dartspec.target.target import Target
 from dartspec.types import Committed, Drafter, SamplingParams
@@ -362,6 +362,26 @@ def test_official_dflash_drafts_as_the_paper_says(own_head: bool, tmp_path: Path
 def test_dflashs_default_taps_are_spread_over_the_target() -> None:
     assert default_dflash_taps(36, 5) == (2, 10, 18, 26, 34)
     assert default_dflash_taps(36, 1) == (19,)
+
+
+@pytest.mark.parametrize(
+    ("values", "weights", "method", "positions"),
+    [
+        (FLAT, eagle3("midlayer."), "eagle3", None),
+        (MEDUSA, medusa(), "medusa", 3),
+        (HYDRA, hydra(True, True, False), "hydra", 3),
+        (DFLASH, dflash(), "dflash", 3),
+        (SPECULATORS_DFLASH, dflash(), "dflash", 3),
+    ],
+)
+def test_what_it_is_is_said_without_reading_weights(
+    values: dict[str, Any], weights: Weights, method: str, positions: int | None, tmp_path: Path
+) -> None:
+    found = inspect(folder(tmp_path, values, weights))
+    about = described(found)
+    assert (found.method, about["positions"]) == (method, positions)
+    assert about["num_weights"] == sum(t.numel() for t in weights.values())
+    assert json.dumps(about)
 
 
 # -- what does not fit -----------------------------------------------------------------------------------------------

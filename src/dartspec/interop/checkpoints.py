@@ -105,17 +105,19 @@ def described(checkpoint: Checkpoint) -> dict[str, Any]:
     layer = values.get("transformer_layer_config")
     layer = layer if isinstance(layer, Mapping) else {}
     verifier = (values.get("speculators_config") or {}).get("verifier") or {}
-    target = values.get("target") or verifier.get("name_or_path")
+    target = values.get("target") or verifier.get("name_or_path") or values.get("base_model_name_or_path")
     if checkpoint.method == "small_model":
         return {"target": "any model; another tokenizer is bridged through the text"}
-    length = values.get("draft_length")
+    # what a layout counts, and how many positions that is beside it
+    counted = {"d": 0, "draft_length": 1, "block_size": -1, "medusa_num_heads": 0, "hydra_num_heads": 0}
+    positions = [values[n] + more for n, more in counted.items() if type(values.get(n)) is int]
     return {
         "target": target or None,
         "target_vocab_size": values.get("vocab_size", layer.get("vocab_size")),
         "target_hidden_size": values.get("target_hidden_size") or values.get("hidden_size", layer.get("hidden_size")),
         "target_layers": values.get("num_target_layers"),
         "draft_vocab_size": values.get("draft_vocab_size"),
-        "positions": values.get("d") or (length + 1 if isinstance(length, int) else None),
+        "positions": next(iter(positions), None),
         "tokenizer_fingerprint": values.get("tokenizer_fingerprint"),
         "num_weights": sum(math.prod(shape) for shape in checkpoint.shapes.values()),
     }
