@@ -1,8 +1,8 @@
 """Drafting methods, one module each; the name of the method is the name of its module.
 
-A module offers `Config` (a frozen dataclass) and `load(config, view) -> Drafter`; one that can be trained `start`, `read`
-and `loss` too (`_train.py`). Nothing else in the package knows the
-names: to add a method, add a file (docs/add-a-drafter.md).
+A module offers `Config` (a frozen dataclass) and `load(config, view) -> Drafter`; one that can be trained `start`,
+`read` and `loss` too (`_train.py`). Nothing else in the package knows the names: to add a method, add a file
+(docs/add-a-drafter.md).
 """
 
 from __future__ import annotations
