@@ -15,7 +15,7 @@ import dartspec
 import tiny_cli
 from dartspec.accounting import Metrics, SpeedUp, loop_start
 from dartspec.bench import summary
-from dartspec.bench.measure import Method, acceptance_by_position, add_sums, measure, sums
+from dartspec.bench.measure import Method, acceptance_by_position, add_sums, measure, reliability_of, sums
 from dartspec.bench.provenance import layout
 from dartspec.bench.run import Cell, Journal, RunConfig, _parted, execute, plan
 from dartspec.bench.stats import bootstrap, median, rate_ratio, ratio_of_sums
@@ -214,6 +214,20 @@ def test_a_trace_shows_real_trees(lm: dartspec.LM) -> None:
         check(TokenTree(torch.zeros(n, dtype=torch.int32), torch.tensor(r["parents"]).int(), torch.zeros(n)))
         assert len(r["tokens"]) == n
         assert len(r["ms"]) == 4
+
+
+def test_what_a_controller_promised_is_kept(lm: dartspec.LM) -> None:
+    class Told:
+        class controller:  # noqa: N801
+            @staticmethod
+            def reliability() -> list[tuple[float, float, int]]:
+                return [(0.12345, 0.25, 400), (0.9, 1.0, 3)]
+
+    assert reliability_of(Told()) == [[0.1235, 0.25, 400]]  # type: ignore[arg-type]
+    assert reliability_of(METHODS[1].of(lm)) == []
+    auto = Method("prompt_lookup", "auto").of(lm)
+    measure(auto, [Request([5, 6] * 8, SamplingParams(max_tokens=60, ignore_eos=True))] * 3)
+    assert all(0 <= p <= 1 and 0 <= share <= 1 and n >= 20 for p, share, n in reliability_of(auto))
 
 
 # -- the run ---------------------------------------------------------------------------------------------------------

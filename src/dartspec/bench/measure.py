@@ -147,10 +147,8 @@ def acceptance_by_position(histogram: Sequence[int]) -> list[float]:
 def reliability_of(lm: LM) -> list[list[float]]:
     """What a controller that predicts acceptance promised and what came, [mean probability, share accepted, nodes] for
     each bin of probability with enough nodes; empty for fixed sizes."""
-    bins = getattr(getattr(lm, "controller", None), "bins", None)  # (bins, 3): nodes, accepted, sum of probabilities
-    if bins is None:
-        return []
-    return [[round(p / n, 4), round(accepted / n, 4), int(n)] for n, accepted, p in bins.tolist() if n >= FEWEST_IN_BIN]
+    told = getattr(getattr(lm, "controller", None), "reliability", None)
+    return [[round(p, 4), round(share, 4), n] for p, share, n in (told() if told else ()) if n >= FEWEST_IN_BIN]
 
 
 def _trace(lm: LM, chunks: Sequence[Chunk]) -> dict[str, Any]:
