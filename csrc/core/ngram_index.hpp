@@ -152,8 +152,9 @@ class NgramIndex {
   static NgramIndex open(const std::string& path, const OpenOptions& options = {});
   static NgramIndex from_image(std::vector<std::byte> image);
 
-  // Reads everything: checksums, padding, order of tokens, offsets. Throws Error at the first fault.
-  void verify() const;
+  // Reads everything: checksums, padding, order of tokens, offsets. Throws Error at the first fault. `release` gives
+  // the pages of a mapped file back as it goes, so that resident memory stays small.
+  void verify(bool release = false) const;
   // Writes aside, syncs and renames.
   void save(const std::string& path) const;
 
@@ -323,6 +324,7 @@ class NgramIndex {
   double child_probability(int child_level, std::uint32_t child, std::uint32_t parent) const;
 
   std::shared_ptr<const void> owner_;
+  bool mapped_ = false;  // the image is the file itself: what is given back is read again
   std::span<const std::byte> image_;
   std::vector<IndexSection> sections_;
   std::array<Level, kMaxOrder> levels_{};
