@@ -180,7 +180,7 @@ def scheduler(result: dict[str, Any]) -> str:
     one = result["load"][0]
     arrivals = (
         f"{one['requests']} requests that arrive at random, a third sampled, half with a shared beginning, "
-        f"{one['cancelled']} cancelled on the way; texts are compared with plain decoding's, as far as they were written:"
+        f"{one['cancelled']} cancelled on the way; texts are compared with plain decoding's as far as they came:"
     )
     return "\n\n".join([chunks, reuse, arrivals, load])
 
