@@ -1,6 +1,7 @@
 // Binds what makes an index: the builder, and pruning; and what a person asks of one. Arrays in, the GIL dropped.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -8,6 +9,7 @@
 #include <algorithm>
 
 #include "ngram_builder.hpp"
+#include "ngram_live.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -72,6 +74,27 @@ void bind_builder(nb::module_& m) {
             return b.finish(path, exact, min_count, fingerprint, name, description);
           }, "exact"_a, "min_count"_a, "fingerprint"_a, "name"_a, "description"_a, "path"_a = "", Released());
 
+  nb::class_<LiveCounts, TextCounts>(m, "LiveCounts", "Counts of a running text, or of all that a process has written.")
+      .def("__init__", [](LiveCounts* self, int order, std::size_t max_grams, In1<std::int32_t> exclude) {
+            new (self) LiveCounts(order, max_grams, span_of(exclude));
+          }, "order"_a, "max_grams"_a, "exclude"_a)
+      .def("add", [](LiveCounts& live, In1<std::int32_t> tokens, std::size_t first) { live.add(span_of(tokens), first); },
+           "tokens"_a, "first"_a = 0, "Counts the grams that end in tokens[first] or behind it.")
+      .def("remove", [](LiveCounts& live, In1<std::int32_t> tokens, std::size_t first) { live.remove(span_of(tokens), first); },
+           "tokens"_a, "first"_a = 0, "Takes the same grams off again.")
+      .def("num_grams", &LiveCounts::num_grams)
+      .def("num_halvings", &LiveCounts::num_halvings)
+      .def("after", [](const LiveCounts& live, In1<std::int32_t> context) {
+            std::vector<std::pair<std::int32_t, std::uint32_t>> out;
+            for (const Follower& f : live.after(span_of(context)).list) out.emplace_back(f.token, f.count);
+            return out;
+          }, "context"_a, "Tokens that followed, each with its count.")
+      .def("passes", [](const LiveCounts& live) {
+            std::vector<std::int32_t> grams;
+            std::vector<std::int64_t> counts;
+            live.passes(grams, counts);
+            return std::pair(std::move(grams), std::move(counts));
+          }, "Grams padded with -1, one behind the other, and counts, as NgramBuilder.add_grams takes them.");
   m.def("context_lengths", [](const NgramIndex& index, In1<std::int32_t> context, In1<std::int32_t> tokens) {
           const NgramState state = index.state_of(span_of(context));
           std::vector<int> lengths;

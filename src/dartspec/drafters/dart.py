@@ -43,6 +43,7 @@ from dartspec.types import Committed, TargetView, TokenTree
 if TYPE_CHECKING:
     from dartspec.lattice import SearchConfig
     from dartspec.ngram import NgramIndex
+    from dartspec.ngram.live import LiveText
 
 PREFILL_ROWS = 512  # clean rows a chunk while a long prompt is read
 FEW_ROWS = 32  # that many new rows go through one product together with the last one
@@ -254,6 +255,7 @@ class DartDrafter:
 
     net:    its weights are copied, in the target's dtype and on its device.
     index:  n-gram continuity, or None. search: the numbers of the tree search.
+    text:   the n-grams of the text at hand beside those of the index, or None; may be set at any time.
     search_ms: milliseconds spent in the tree search so far; the engine shows it as a stage of its own.
     """
 
@@ -263,12 +265,13 @@ class DartDrafter:
         view: TargetView,
         index: NgramIndex | None = None,
         search: SearchConfig | None = None,
+        text: LiveText | None = None,
     ) -> None:
         from dartspec.lattice import SearchConfig
 
         self.config = c = net.config
         self.taps = c.taps
-        self.view, self.index = view, index
+        self.view, self.index, self.text = view, index, text
         self.search = search if search is not None else SearchConfig()
         self.search_ms = 0.0
         self._prefixes: dict[int, Prefix] = {}
@@ -305,6 +308,8 @@ class DartDrafter:
     # -- the interface ---------------------------------------------------------------------------------------------
 
     def reset(self, slots: Sequence[int]) -> None:
+        if self.text is not None:
+            self.text.forget(slots)
         for slot in slots:
             prefix = self._prefixes.pop(slot, None)
             if isinstance(prefix, RoomPrefix):
@@ -321,6 +326,9 @@ class DartDrafter:
         """One tree a sequence. `new[i].features` are the target's states at `taps`, unnormed, as hooks gave them."""
         from dartspec.lattice import MOST_CONTEXT, build_tree
 
+        texts = None
+        if self.text is not None:  # in a slot's first round the history is its prompt and one token more
+            texts = [self.text.counts(one.slot, one.history.cpu().numpy(), len(one.history) - 1) for one in new]
         if not any(budget):
             self._read_all(new)
             return [root_only(int(one.history[-1])) for one in new]
@@ -339,6 +347,7 @@ class DartDrafter:
                     self.index,
                     self.search,
                     self.view.eos_token_ids,
+                    None if texts is None else texts[i],
                 )
             )
         self.search_ms += 1e3 * (time.perf_counter() - began)
@@ -478,6 +487,7 @@ def load(
     view: TargetView,
     index: NgramIndex | Path | str | None = None,
     search: SearchConfig | None = None,
+    text: LiveText | None = None,
 ) -> DartDrafter:
     """The drafter of a folder (`config.json`, `model.safetensors`) or of a network, checked against the target.
 
@@ -493,4 +503,4 @@ def load(
         from dartspec.ngram import NgramIndex
 
         index = NgramIndex.open(index, expect_fingerprint=getattr(view, "tokenizer_fingerprint", None))
-    return DartDrafter(net, view, index, search)
+    return DartDrafter(net, view, index, search, text)
