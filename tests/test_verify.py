@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dartspec.device import TapeRecorder
 from dartspec.errors import DartspecError
-from dartspec.sampling import Sampler
+from dartspec.sampling import Sampler, _filtered_together, filter_logits
 from dartspec.tree import from_chain, root_only
 from dartspec.types import SamplingParams, Scores, TokenTree
 from dartspec.verify import Together, verify
@@ -110,6 +110,28 @@ def test_all_at_once_is_one_by_one(
             assert verdict.picks.dtype == torch.int32
             rows = zip(scores.logits, paths, strict=True)
             assert verdict.picks.tolist() == [sampler.pick(row, HISTORY, path) for row, path in rows]
+
+
+def test_filters_in_float64_are_those_in_float32() -> None:
+    """What a GPU does: the same survivors, but for sums that meet the edge to the last bit."""
+    torch.manual_seed(4)
+    rows = 3 * torch.randn(40, 300)
+    rows[:, 7] = rows[:, 11]
+    params = [
+        SamplingParams(temperature=0.8, top_p=0.9),
+        SamplingParams(temperature=1.2, top_k=20, top_p=0.7, min_p=0.01),
+        SamplingParams(),
+        SamplingParams(temperature=1.0, min_p=0.05),
+    ]
+    counts = [10, 12, 8, 10]
+    here, there = (_filtered_together(rows, params, counts, wide) for wide in (torch.float32, torch.float64))
+    assert torch.equal(here, there)
+    own = [
+        filter_logits(row, p)
+        for row, p in zip(rows, [p for p, n in zip(params, counts, strict=True) for _ in range(n)], strict=True)
+    ]
+    assert torch.equal(here, torch.stack(own))
+    assert 3 < float((here > -torch.inf).sum(1).float().median()) < 20  # they did cut
 
 
 def test_rows_without_a_token_are_left_to_the_one_that_says_so() -> None:

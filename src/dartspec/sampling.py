@@ -287,7 +287,8 @@ def pick_together(
     rows = rows[:, :num_tokens]
     params = [s.params for s in samplers]
     if not all(p.temperature == 0 and not p.logit_bias for p in params):
-        rows = _filtered_together(_biased(rows.float(), samplers, counts), params, counts)
+        wide = torch.float32 if rows.device.type == "cpu" else torch.float64
+        rows = _filtered_together(_biased(rows.float(), samplers, counts), params, counts, wide)
         rows = _with_noise(rows, samplers, counts, positions, noise)
     best = rows.max(-1)  # the lowest of equal ids; NaN wins, and is no token
     return best.indices.masked_fill(~(best.values > -torch.inf), -1)
@@ -305,11 +306,14 @@ def _biased(rows: Tensor, samplers: Sequence[Sampler], counts: Sequence[int]) ->
     return rows
 
 
-def _filtered_together(rows: Tensor, params: Sequence[SamplingParams], counts: Sequence[int]) -> Tensor:
+def _filtered_together(
+    rows: Tensor, params: Sequence[SamplingParams], counts: Sequence[int], wide: torch.dtype
+) -> Tensor:
     """`filter_logits` with each row's own numbers.
 
-    The same operations in the same order, so the same bits on the CPU. Elsewhere top-p's sums are taken in float64: a
-    float32 sum's rounding there depends on how many rows are summed, which must not decide where the filter cuts.
+    wide: dtype of probabilities and their sums. In float32 these are the same operations in the same order, so the same
+          bits on the CPU. A GPU sums a row in an order that depends on how many there are and where it lies, and that
+          must not decide where a filter cuts: float64 there.
     """
     size = rows.shape[1]
     numbers = np.array(
@@ -335,12 +339,12 @@ def _filtered_together(rows: Tensor, params: Sequence[SamplingParams], counts: S
         rows = rows.masked_fill((rows < edge) & (sent["k"] < size), -torch.inf)
     if (cut > 0).any():
         ordered, index = rows.sort(dim=-1, stable=True)
-        sums = ordered.softmax(-1).cumsum(-1, dtype=torch.float32 if rows.device.type == "cpu" else torch.float64)
+        sums = ordered.softmax(-1, dtype=wide).cumsum(-1)
         out = (sums <= sent["cut"]) & (sent["cut"] > 0)
         out[:, -1] = False
         rows = rows.masked_fill(torch.zeros_like(out).scatter_(1, index, out), -torch.inf)
     if (least > 0).any():
-        prob = rows.softmax(-1)
+        prob = rows.softmax(-1, dtype=wide)
         rows = rows.masked_fill(prob < sent["least"] * prob.amax(-1, keepdim=True), -torch.inf)
     return rows
 
