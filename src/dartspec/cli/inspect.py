@@ -10,6 +10,7 @@ from rich.table import Table
 
 from dartspec.cli import options as o
 from dartspec.cli.terminal import Terminal, printable
+from dartspec.errors import DartspecError
 
 DOES_NOT_RUN = 2
 
@@ -26,7 +27,8 @@ def inspect(
     """Say what a drafter's checkpoint is, for which target, and whether it would run on --model.
 
     Reads sizes and names, no weights. Knows this package's own folders, official DART, EAGLE-3 (SafeAILab, AngelSlim,
-    SpecForge), folders of speculators, and any causal LM as a small model. The exit code is 2 where it would not run.
+    SpecForge), Medusa, Hydra and DFlash, folders of speculators, and any causal LM as a small model. The exit code is 2
+    where it would not run.
 
     \b
     Examples:
@@ -63,25 +65,61 @@ def convert(
     checkpoint: CheckpointArgument,
     out: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)],
     model: o.ModelOption = None,
+    to: Annotated[str, typer.Option(help="dartspec, or peagle: a folder of speculators, for vLLM.")] = "dartspec",
+    steps: Annotated[
+        int | None, typer.Option(help="peagle: tokens drafted a round; default: all positions of the drafter.")
+    ] = None,
     json: o.JsonOption = False,
     no_color: o.NoColorOption = False,
     debug: o.DebugOption = False,
 ) -> None:
-    """Write another program's drafter in this package's layout, for the target --model.
+    """Write a drafter in another layout, for the target --model.
 
-    The drafts stay the same; weights are stored in bfloat16. The folder then works wherever a trained one does
-    (--drafter). Without this step --drafter reads the checkpoint just as well.
+    To this package's own: the drafts stay the same, weights are stored in bfloat16, and the folder works wherever a
+    trained one does (--drafter, which reads the checkpoint itself just as well). To peagle: a DART drafter that was
+    trained here, for vLLM, which drafts a chain of its first choices, without index and tree.
 
     \b
-    Example:
+    Examples:
       dartspec convert ./qwen4b-dart ./drafter --model ./Qwen3-4B
+      dartspec convert ./my-drafter ./for-vllm --model ./my-model --to peagle --steps 4
     """
     term = Terminal(json=json, no_color=no_color)
     from dartspec.interop import checkpoints
     from dartspec.target.load import read_sizes
 
+    if to not in ("dartspec", "peagle"):
+        raise DartspecError(f"--to is {to!r}; it must be dartspec or peagle")
     sizes = read_sizes(model)
+    if to == "peagle":
+        facts = _to_peagle(checkpoint, out, model, steps)
+        term.say(f"{out}: for vLLM, {facts['steps']} tokens a round. Serve it with:")
+        term.say(f"  {facts['serve']}")
+        term.emit(facts)
+        return
     net = checkpoints.convert(checkpoint, sizes, out, target=sizes.name)
     num_weights = sum(p.numel() for p in net.parameters())
     term.say(f"{out}: a {net.config.method} drafter of {num_weights / 1e6:.1f} million weights for {sizes.name}")
     term.emit({"out": str(out), "method": net.config.method, "num_weights": num_weights, "model": sizes.name})
+
+
+def _to_peagle(checkpoint: Path, out: Path, model: str | None, steps: int | None) -> dict[str, Any]:
+    from dartspec.drafters.dart import DartNet
+    from dartspec.interop import checkpoints
+    from dartspec.interop.peagle import export_peagle, unused_token
+    from dartspec.target.load import load_model, read_sizes
+    from dartspec.text import Text
+
+    sizes = read_sizes(model)
+    net = checkpoints.read(checkpoints.inspect(checkpoint), sizes)
+    if not isinstance(net, DartNet):
+        raise DartspecError(
+            f"{checkpoint} is a drafter of the method {net.config.method}; only dart has the form peagle"
+        )
+    loaded = load_model(model, dtype="auto", device="cpu")
+    mask = unused_token(Text(loaded.tokenizer), sizes.vocab_size)
+    name = sizes.name if model is None else str(Path(model).resolve() if Path(model).exists() else model)
+    table = loaded.model.get_input_embeddings().weight
+    steps = net.config.d if steps is None else steps
+    export_peagle(net, table, out, model=name, architecture=sizes.architecture, mask_token_id=mask, steps=steps)
+    return {"out": str(out), "steps": steps, "mask_token_id": mask, "model": name, "serve": f"vllm serve {out}"}
