@@ -30,10 +30,15 @@ def provenance(**more: Any) -> dict[str, Any]:
         "num_cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join([_program(), *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **more,
     }
+
+
+def _program() -> str:
+    name = Path(sys.argv[0]).name
+    return "python -m dartspec" if name == "__main__.py" else name
 
 
 def save_result(path: Path, result: dict[str, Any]) -> None:
