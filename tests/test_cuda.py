@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny
-from dartspec.device import CudaRecorder, TapeRecorder, _pack, _unpack, fetch, send
+from dartspec.device import CudaRecorder, TapeRecorder, _pack, _unpack, fetch, send, take_rows
 from dartspec.engine import Request, generate
 from dartspec.sampling import GumbelRows, Sampler, gumbel, noise_words, uniform, uniform_rows, uniform_torch
 from dartspec.target.target import Target
@@ -64,6 +64,15 @@ def test_transfers_bring_back_what_was_sent() -> None:
     for got, want in zip(_unpack(_pack(numbers), numbers), numbers, strict=True):
         assert torch.equal(got, want)
     assert fetch(numbers[1])[0] is numbers[1]  # nothing to do on the CPU
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_taken_are_copies(device: str) -> None:
+    """What a recording wrote is written over by the next; a drafter keeps what it was told."""
+    source = torch.arange(12.0).view(4, 3).to(device)
+    taken = take_rows(source, [0, 2])
+    source.zero_()
+    assert taken.tolist() == [[0, 1, 2], [6, 7, 8]]
 
 
 @pytest.mark.cuda

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -165,6 +166,13 @@ def send(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, 
         staged.host[name].numpy()[...] = array
     staged.send()
     return staged.device
+
+
+def take_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """A copy of some rows; their numbers go to the tensor's device, and nobody waits for them."""
+    if tensor.device.type == "cpu":
+        return tensor[list(rows)]
+    return tensor.index_select(0, send({"rows": np.array(rows)}, tensor.device)["rows"])
 
 
 def fetch(*tensors: Tensor) -> list[Tensor]:

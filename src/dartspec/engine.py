@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dartspec.accounting import Metrics
 from dartspec.budget import Fixed
+from dartspec.device import take_rows
 from dartspec.errors import DartspecError
 from dartspec.sampling import Sampler
 from dartspec.target.target import Session, Target
@@ -151,6 +152,7 @@ class Rounds:
     def leave(self, s: Running, last_stays: bool = False) -> None:
         """It is over, finished or not; its slot is free at once. last_stays: see `Session.free`."""
         self.session.free(s.slot, last_stays)
+        s.was_read()  # nobody will; its features may be large
         self.forget(s.slot)
         self.controller.leave(s.slot)
 
@@ -431,7 +433,8 @@ class Running:
         logits = scores.logits[verdict.path] if wanted else scores.logits
         chunk = self._append(tokens, logits, verdict.num_accepted, tree)
         rows = verdict.path[: len(chunk.ids)]  # a stop may have cut the rest
-        self._learn(len(rows), scores.features[rows] if scores.features is not None and self.speculates else None)
+        features = scores.features if self.speculates else None
+        self._learn(len(rows), None if features is None else take_rows(features, rows))
         return chunk
 
     def ended(self, finish: str) -> Chunk:
