@@ -62,9 +62,10 @@ def interval(e: list[float], *, bold: bool = False) -> str:
 def speed(result: dict[str, Any]) -> str:
     """`bench run` with plain decoding, by set: M, both speeds, S with its interval and terms, the bound."""
     found = result["rows"]
-    plain = {r["suite"]: r for r in found if r["method"] == "plain"}
+    plain = {(r["suite"], r.get("temperature")): r for r in found if r["method"] == "plain"}
     methods = {r["method"] for r in found} - {"plain"}
-    header = ["set", *(["method"] if len(methods) > 1 else []), "M", "plain, tokens/s", "DART, tokens/s"]
+    several_t = len({t for _, t in plain}) > 1
+    header = ["set", *["T"] * several_t, *["method"] * (len(methods) > 1), "M", "plain, tokens/s", "DART, tokens/s"]
     header += ["S [95 %]", "M * T_AR / T_round (ms)", "bound", "S, loops kept", "equal texts"]
     body = []
     for r in found:
@@ -73,9 +74,10 @@ def speed(result: dict[str, Any]) -> str:
         body.append(
             [
                 f"**{r['suite']}**" if r["suite"] == "all" else r["suite"],
-                *([r["method"]] if len(methods) > 1 else []),
+                *[f"{r['temperature']:g}" for _ in range(several_t)],
+                *[r["method"]] * (len(methods) > 1),
                 f"{r['M']:.2f}",
-                f"{plain[r['suite']]['tokens_per_s']:.0f}",
+                f"{plain[r['suite'], r.get('temperature')]['tokens_per_s']:.0f}",
                 f"{r['tokens_per_s']:.0f}",
                 interval(r["speed_up"], bold=True),
                 f"{r['M']:.2f} * {r['plain_ms']:.1f} / {sum(r['ms_per_round'].values()):.1f}",
