@@ -239,6 +239,45 @@ void bind_layer(nb::module_& m) {
           "`attention`.");
 }
 
+void bind_stack(nb::module_& m) {
+  using dartspec::bf16;
+  using dartspec::DecoderLayer;
+  m.def(
+      "run_layers",
+      [](const std::vector<const DecoderLayer*>& layers, Address x, Address cos, Address sin, std::int64_t cos_rows,
+         std::int64_t rotary, const std::vector<Address>& keys, const std::vector<Address>& values, Strides stride,
+         const std::vector<std::int64_t>& starts, Address mask, Strides mask_stride,
+         std::array<std::int64_t, 2> sizes, float scale, float softcap, Address y, int num_threads) {
+        if (keys.size() != layers.size() || values.size() != layers.size()) {
+          throw std::invalid_argument("one address of keys and one of values is needed a layer");
+        }
+        nb::gil_scoped_release release;
+        dartspec::AttentionArgs args{};
+        args.batch = static_cast<std::int64_t>(starts.size());
+        args.rows = sizes[0];
+        args.keys = sizes[1];
+        args.mask = reinterpret_cast<const std::uint8_t*>(mask);
+        args.mask_stride = mask_stride;
+        args.scale = scale;
+        args.softcap = softcap;
+        args.num_threads = num_threads;
+        static_assert(sizeof(Address) == sizeof(bf16*));
+        dartspec::run_layers(layers, reinterpret_cast<const bf16*>(x), reinterpret_cast<const bf16*>(cos),
+                             reinterpret_cast<const bf16*>(sin), cos_rows, rotary,
+                             {{reinterpret_cast<bf16* const*>(keys.data()), keys.size()},
+                              {reinterpret_cast<bf16* const*>(values.data()), values.size()},
+                              stride,
+                              starts},
+                             args, reinterpret_cast<bf16*>(y));
+      },
+      "layers"_a, "x"_a, "cos"_a, "sin"_a, "cos_rows"_a, "rotary"_a, "keys"_a, "values"_a, "stride"_a, "starts"_a,
+      "mask"_a, "mask_stride"_a, "sizes"_a, "scale"_a, "softcap"_a, "y"_a, "num_threads"_a,
+      "Decoder layers one after the other, new keys and values written into the cache: what `DecoderLayer` and the\n"
+      "cache's update give, bit for bit. x (B * N, hidden); keys, values: one address a layer, of the first sequence's;\n"
+      "stride by sequence, head and position; starts: B first new positions; mask as in `attention`, not 0;\n"
+      "sizes = (N, K); y (layers, B * N, hidden).");
+}
+
 void bind_draft(nb::module_& m) {
   using dartspec::Int8Linear;
   m.def("draft_kernels_supported", &dartspec::draft_kernels_supported,
@@ -286,5 +325,6 @@ void bind_kernels(nb::module_& m) {
   bind_linear(m);
   bind_attention(m);
   bind_layer(m);
+  bind_stack(m);
   bind_draft(m);
 }

@@ -248,6 +248,62 @@ def test_layers_keep_their_attributes_and_can_be_hooked():
     assert outputs[0].shape == (1, 11, 64)
 
 
+class _Session:
+    """Trees of two sequences scored by a `Target`, hidden states of every layer tapped."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from dartspec.target.target import Target
+        from dartspec.tree import merge_paths
+
+        target = Target(model)
+        self.session = target.session(2, 60, tuple(range(1, target.num_layers + 1)))
+        for slot, length in ((0, 9), (1, 14)):
+            self.session.prefill(slot, list(range(3, 3 + length)))
+        self.trees = [merge_paths(5, [[6, 7], [6, 8, 9]], 9), merge_paths(4, [[10], [11, 12]], 9)]
+
+    def scores(self) -> list[Tensor]:
+        made = self.session.score([0, 1], self.trees)
+        self.session.keep([0, 1], [[0, 1], [0]])
+        return [t for s in made for t in (s.logits, s.features)]
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", ["LlamaConfig", "Qwen3Config", "GemmaConfig"])
+def test_one_call_for_all_layers_gives_the_bits_of_one_call_each(name):
+    got = []
+    for stacked in (True, False):
+        model = tiny(name)
+        fast.accelerate(model, ids(), 2)
+        layers = [m for m in model.modules() if isinstance(m, fast.FusedLayer)]
+        assert all(layer.stack is layers[0].stack is not None for layer in layers)
+        if not stacked:
+            for layer in layers:
+                layer.stack = None
+        session = _Session(model)
+        got.append([*session.scores(), *session.scores()])
+        assert all((layer.stack is not None) == stacked for layer in layers)
+    assert all(torch.equal(a, b) for a, b in zip(*got, strict=True))
+
+
+@needs_kernel
+def test_a_hook_that_changes_a_layers_output_is_heard():
+    def double(_module, _args, out):
+        return out * 2
+
+    got = []
+    for stacked in (True, False):
+        model = tiny("LlamaConfig")
+        fast.accelerate(model, ids(), 1)
+        layers = [m for m in model.modules() if isinstance(m, fast.FusedLayer)]
+        layers[1].register_forward_hook(double)
+        if not stacked:
+            for layer in layers:
+                layer.stack = None
+        got.append(_Session(model).scores())
+        assert layers[0].stack is None
+    assert all(torch.equal(a, b) for a, b in zip(*got, strict=True))
+
+
 def test_says_why_it_is_not_used(monkeypatch):
     assert "float32, not bfloat16" in fast.accelerate(tiny("LlamaConfig").float(), ids(), 1).reason or (
         not _core.kernels_supported()

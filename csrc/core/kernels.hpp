@@ -153,4 +153,18 @@ class DecoderLayer {
   void finish(const bf16* x, const bf16* heads_in, AttentionArgs args, bf16* y) const;
 };
 
+// Where a cache keeps one layer's keys or values: element (sequence, head, position) begins at
+// data + sequence * stride[0] + head * stride[1] + position * stride[2].
+struct CacheArgs {
+  std::span<bf16* const> keys, values;  // one a layer
+  std::array<std::int64_t, 3> stride;   // of keys and of values
+  std::span<const std::int64_t> starts;  // each sequence's first new position
+};
+
+// All decoder layers of a model in one call, their new keys and values written into the cache between the two halves of
+// each. What comes out is what the layers give one by one, bit for bit.
+// x (rows, hidden), y (layers, rows, hidden): every layer's output. args: as in `finish`, without k and v.
+void run_layers(std::span<const DecoderLayer* const> layers, const bf16* x, const bf16* cos, const bf16* sin,
+                std::int64_t cos_rows, std::int64_t rotary, const CacheArgs& cache, AttentionArgs args, bf16* y);
+
 }  // namespace dartspec

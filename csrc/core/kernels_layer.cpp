@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <vector>
 
 #include "kernels.hpp"
@@ -59,8 +60,41 @@ void DecoderLayer::finish(const bf16* x, const bf16* heads_in, AttentionArgs arg
   add(y, normed, rows * hidden, y);
 }
 
+void run_layers(std::span<const DecoderLayer* const> layers, const bf16* x, const bf16* cos, const bf16* sin,
+                std::int64_t cos_rows, std::int64_t rotary, const CacheArgs& cache, AttentionArgs args, bf16* y) {
+  thread_local std::vector<bf16> memory;
+  const std::int64_t rows = args.batch * args.rows;
+  args.k_stride = args.v_stride = cache.stride;
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    const DecoderLayer& layer = *layers[i];
+    const std::int64_t width = layer.qkv->out_features(), dim = layer.dim;
+    const std::int64_t key_at = layer.heads * dim, value_at = (layer.heads + layer.kv_heads) * dim;
+    bf16* heads = buffer(memory, rows * width);
+    layer.begin(x, rows, cos, sin, cos_rows, rotary, heads, args.num_threads);
+    for (std::int64_t b = 0; b < args.batch; ++b) {
+      for (std::int64_t n = 0; n < args.rows; ++n) {
+        const bf16* row = heads + (b * args.rows + n) * width;
+        const std::int64_t at = cache.starts[static_cast<std::size_t>(b)] + n;
+        for (std::int64_t h = 0; h < layer.kv_heads; ++h) {
+          const std::int64_t to = b * cache.stride[0] + h * cache.stride[1] + at * cache.stride[2];
+          std::copy_n(row + key_at + h * dim, dim, cache.keys[i] + to);
+          std::copy_n(row + value_at + h * dim, dim, cache.values[i] + to);
+        }
+      }
+    }
+    args.k = cache.keys[i];
+    args.v = cache.values[i];
+    const std::int64_t hidden = layer.out->out_features();
+    layer.finish(x, heads, args, y);
+    x = y;
+    y += rows * hidden;
+  }
+}
+
 #else
 
+void run_layers(std::span<const DecoderLayer* const>, const bf16*, const bf16*, const bf16*, std::int64_t,
+                std::int64_t, const CacheArgs&, AttentionArgs, bf16*) {}
 void DecoderLayer::begin(const bf16*, std::int64_t, const bf16*, const bf16*, std::int64_t, std::int64_t, bf16*,
                          int) const {}
 void DecoderLayer::finish(const bf16*, const bf16*, AttentionArgs, bf16*) const {}

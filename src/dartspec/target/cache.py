@@ -120,6 +120,20 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._window.end, 0
 
 
+class Raw(NamedTuple):
+    """Where the next forward's keys and values go, for kernels that write them themselves.
+
+    keys, values: one address a layer, of the first sequence's position 0. stride: elements by sequence, head, position.
+    starts: each sequence's first new position. end: keys that are visible.
+    """
+
+    keys: list[int]
+    values: list[int]
+    stride: tuple[int, int, int]
+    starts: list[int]
+    end: int
+
+
 class SlotCache(Cache):  # type: ignore[misc]
     """The keys and values of up to `rows` sequences of at most `capacity` positions each.
 
@@ -143,9 +157,29 @@ class SlotCache(Cache):  # type: ignore[misc]
             self._groups.append((keys, values))
             for i, layer in enumerate(indices):
                 layers[layer] = SlotLayer(keys[i], values[i], self.window)
+        self._raw_base = self._bases(layers) if len(self._groups) == 1 else None
         # a layer that stores nothing (it shares another's keys) still has a place in the list
         first = layers[min(layers)]
         super().__init__(layers=[layers.get(i, first) for i in range(max(layers) + 1)])
+
+    @staticmethod
+    def _bases(layers: dict[int, SlotLayer]) -> tuple[list[int], list[int], tuple[int, int, int], int] | None:
+        one = layers[min(layers)]
+        whole = sorted(layers) == list(range(len(layers)))
+        if not whole or one.keys.device.type != "cpu" or one.keys.shape != one.values.shape:
+            return None
+        by_row, by_head, by_position, _ = one.keys.stride()
+        addresses = [[getattr(layers[i], name).data_ptr() for i in range(len(layers))] for name in ("keys", "values")]
+        return addresses[0], addresses[1], (by_row, by_head, by_position), by_row * one.keys.element_size()
+
+    def raw(self) -> Raw | None:
+        """None where layers differ in shape, share keys, lie on another device, or positions are held in tensors."""
+        w = self.window
+        if w.by_tensor or self._raw_base is None:
+            return None
+        keys, values, stride, step = self._raw_base
+        first = w.first * step
+        return Raw([k + first for k in keys], [v + first for v in values], stride, w.starts, w.end)
 
     def keep(self, row: int, start: int, path: Sequence[int]) -> None:
         """Moves the keys and values at positions start + path[k] to start + k, for every layer.

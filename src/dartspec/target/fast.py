@@ -297,6 +297,8 @@ class FusedLayer(nn.Module):
         self.layer = layer
         self.attention = parts.attention
         self.num_threads = num_threads
+        self.stack: _Stack | None = None
+        self.place = 0  # in it
         attention, mlp = parts.attention, parts.mlp
         q_norm, k_norm = attention.q_norm, attention.k_norm
         self.core = _core.DecoderLayer(
@@ -327,12 +329,21 @@ class FusedLayer(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        x, mask, attention = hidden_states, attention_mask, self.attention
+        x, mask, stack = hidden_states, attention_mask, self.stack
+        if stack is not None and self.place:
+            done = stack.following(self.place, x, mask, position_embeddings, _cache_of(kwargs))
+            if done is not None:
+                return done
+        attention = self.attention
         if position_embeddings is None or not x.is_contiguous() or not _plain_mask(mask):
             return cast(
                 Tensor,
                 self.layer(x, attention_mask=mask, position_embeddings=position_embeddings, **kwargs),
             )
+        if stack is not None and not self.place:
+            done = stack.begin(x, mask, position_embeddings, _cache_of(kwargs))
+            if done is not None:
+                return done
         B, N, _ = x.shape
         H, Hkv, D = attention.num_heads, attention.num_kv_heads, attention.head_dim
         cos, sin = _ready(position_embeddings)
@@ -369,6 +380,84 @@ class FusedLayer(nn.Module):
         return y
 
 
+class _Stack:
+    """All decoder layers of a model, run by the first one's call where the cache allows it (`Raw`).
+
+    The others then return what is theirs, so that hooks see every layer's output. Where a layer is called with anything
+    but its predecessor's output and the same mask, it computes for itself, as without a stack; the cache's rows are
+    written once more, at the same places.
+    """
+
+    def __init__(self, layers: list[FusedLayer]) -> None:
+        self.layers = layers
+        for i, layer in enumerate(layers):
+            layer.stack, layer.place = self, i
+        self.cores = [layer.core for layer in layers]
+        first = layers[0].attention
+        self.scaling, self.softcap = first.scaling, first.softcap or 0.0
+        self._outputs: tuple[Tensor, ...] = ()
+        self._given: tuple[Any, Any, Any] = None, None, None
+
+    @staticmethod
+    def of(layers: list[FusedLayer]) -> bool:
+        """Whether these can be one: in the cache's order, and alike in what they do with scores."""
+        kinds = {(x.attention.scaling, x.attention.softcap, x.attention.is_causal) for x in layers}
+        return [x.attention.layer_idx for x in layers] == list(range(len(layers))) and len(kinds) == 1
+
+    def begin(self, x: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor], cache: Any) -> Tensor | None:
+        """Layer 0's output, and all the others' for `following`; None where it must compute for itself."""
+        outputs = None if mask is None else self._run(x, mask, rotary, cache)
+        if outputs is None:
+            self._outputs = ()
+            return None
+        self._outputs, self._given = outputs, (mask, rotary, cache)
+        return outputs[0]
+
+    def following(
+        self, i: int, x: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor] | None, cache: Any
+    ) -> Tensor | None:
+        """Layer i's output, i > 0, if it was made for just this input."""
+        outputs = self._outputs
+        if not outputs:
+            return None
+        given = self._given
+        if x is not outputs[i - 1] or mask is not given[0] or rotary is not given[1] or cache is not given[2]:
+            for layer in self.layers:  # this model does something between its layers: never again
+                layer.stack = None
+            return None
+        if i == len(outputs) - 1:
+            self._outputs, self._given = (), (None, None, None)
+        return outputs[i]
+
+    def _run(self, x: Tensor, mask: Tensor, rotary: tuple[Tensor, Tensor], cache: Any) -> tuple[Tensor, ...] | None:
+        raw = cache.raw() if hasattr(cache, "raw") else None
+        if raw is None or len(raw.keys) != len(self.layers) or mask.shape[-1] < raw.end:
+            return None
+        B, N, hidden = x.shape
+        cos, sin = _ready(rotary)
+        made = torch.empty(len(self.layers), B, N, hidden, dtype=_BF16)
+        _core.run_layers(
+            self.cores,
+            x.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.numel() // cos.shape[-1],
+            cos.shape[-1],
+            raw.keys,
+            raw.values,
+            raw.stride,
+            raw.starts,
+            mask.data_ptr(),
+            broadcast_strides(mask),
+            (N, raw.end),
+            self.scaling,
+            self.softcap,
+            made.data_ptr(),
+            self.layers[0].num_threads,
+        )
+        return made.unbind(0)
+
+
 def _plain_mask(mask: Tensor | None) -> bool:
     return mask is None or (mask.dtype == torch.bool and mask.stride(3) == 1 and mask.device.type == "cpu")
 
@@ -380,13 +469,16 @@ def _ready(position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return cos.to(_BF16).contiguous(), sin.to(_BF16).contiguous()
 
 
+def _cache_of(kwargs: dict[str, Any]) -> Any:
+    cache = kwargs.get("cache")
+    return kwargs.get("past_key_values") if cache is None else cache  # its name before transformers 5.24
+
+
 def _cached(
     layer_idx: int, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor], kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """What the cache holds after these keys and values, (B, Hkv, K, D) each; themselves without a cache."""
-    cache = kwargs.get("cache")
-    if cache is None:
-        cache = kwargs.get("past_key_values")  # its name before transformers 5.24
+    cache = _cache_of(kwargs)
     if cache is None:
         return k, v
     position = kwargs.get("cache_position")
@@ -558,16 +650,21 @@ def _replace_all(model: nn.Module, ids: Tensor, changes: _Changes) -> Report:
         if fused is not None:
             changes.put(place, fused)
             num_layers += 1
+    for module in model.modules():
+        children = list(module) if isinstance(module, nn.ModuleList) else []
+        layers = [child for child in children if isinstance(child, FusedLayer)]
+        if len(layers) > 1 and len(layers) == len(children) and _Stack.of(layers):
+            _Stack(layers)
 
     for siblings in _siblings(model, probe):
-        layers = [cast(nn.Linear, place.module) for place in siblings]
-        product = Product(layers, changes.num_threads)
-        firsts = list(itertools.accumulate((layer.out_features for layer in layers[:-1]), initial=0))
+        linears = [cast(nn.Linear, place.module) for place in siblings]
+        product = Product(linears, changes.num_threads)
+        firsts = list(itertools.accumulate((linear.out_features for linear in linears[:-1]), initial=0))
         shared = _Shared(product, firsts)
-        for place, layer, first in zip(siblings, layers, firsts, strict=True):
-            changes.put(place, PackedLinear(shared, first, layer))
-        changes.free(layers, product.packed)
-        num_linears, num_products = num_linears + len(layers), num_products + 1
+        for place, linear, first in zip(siblings, linears, firsts, strict=True):
+            changes.put(place, PackedLinear(shared, first, linear))
+        changes.free(linears, product.packed)
+        num_linears, num_products = num_linears + len(linears), num_products + 1
         num_bytes += product.packed.num_bytes
     return replace(
         report,
