@@ -406,6 +406,7 @@ class Scheduler:
         for handle in (*running, *waiting):
             self._ended(handle, finish, error)
         self._prefixes.clear()
+        self._rounds.session.close()
 
 
 @dataclass(frozen=True)
