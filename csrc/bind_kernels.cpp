@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
@@ -13,6 +14,7 @@
 #include "kernels.hpp"
 #include "kernels_draft.hpp"
 #include "noise.hpp"
+#include "weigh.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -239,6 +241,66 @@ void bind_layer(nb::module_& m) {
           "`attention`.");
 }
 
+template <class T>
+using Vector = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+template <class T>
+std::span<T> span_of(const Vector<T>& v) {
+  return {v.data(), v.size()};
+}
+
+void bind_weigh(nb::module_& m) {
+  m.def(
+      "weigh_tree",
+      [](Vector<const float> steps, Vector<const float> log_odds, Vector<const std::int32_t> parents,
+         Vector<const float> scores, float own, Vector<std::int32_t> cells, Vector<float> chance, Vector<float> value,
+         Vector<std::int32_t> order) {
+        const std::size_t n = parents.size();
+        if (n == 0 || scores.size() != n || cells.size() != n || chance.size() != n || value.size() != n ||
+            order.size() != n - 1 || log_odds.size() == 0 || log_odds.size() % (steps.size() + 1) != 0) {
+          throw std::invalid_argument("weigh_tree: the arrays' sizes do not fit one another");
+        }
+        for (std::size_t i = 1; i < n; ++i) {
+          if (parents.data()[i] < 0 || static_cast<std::size_t>(parents.data()[i]) >= i) {
+            throw std::invalid_argument("weigh_tree: a parent must come before its child");
+          }
+        }
+        dartspec::weigh_tree({span_of(steps), span_of(log_odds)}, span_of(parents), span_of(scores), own, cells.data(),
+                             chance.data(), value.data(), order.data());
+      },
+      "steps"_a, "log_odds"_a, "parents"_a, "scores"_a, "own"_a, "cells"_a.noconvert(), "chance"_a.noconvert(),
+      "value"_a.noconvert(), "order"_a.noconvert(),
+      "Each node's cell of the calibration, its chance to be picked where its parent is, its chance to be accepted, and\n"
+      "the n - 1 nodes but the root by falling chance. steps (S,) ascending float32; log_odds (D * (S + 1),) float32;\n"
+      "parents (n,) int32, scores (n,) float32.");
+  m.def(
+      "learn_tree",
+      [](Vector<const std::int32_t> parents, Vector<const std::int32_t> cells, Vector<const float> chance,
+         Vector<const float> value, const std::vector<std::int32_t>& kept, const std::vector<std::int32_t>& path,
+         Vector<double> hits, Vector<double> trials, Vector<double> bins, bool shared) {
+        const auto n = static_cast<std::int32_t>(parents.size());
+        bool good = cells.size() == parents.size() && chance.size() == parents.size() &&
+                    value.size() == parents.size() && hits.size() == trials.size() && bins.size() % 3 == 0 &&
+                    !kept.empty() && kept[0] == 0;
+        for (const std::int32_t i : kept) good = good && 0 <= i && i < n;
+        for (const std::int32_t i : path) good = good && 0 <= i && static_cast<std::size_t>(i) < kept.size();
+        for (std::size_t i = 0; good && i < cells.size(); ++i) {
+          good = 0 <= cells.data()[i] && static_cast<std::size_t>(cells.data()[i]) < hits.size();
+        }
+        if (!good) throw std::invalid_argument("learn_tree: the arrays do not fit one another");
+        const auto lesson = dartspec::learn_tree(
+            span_of(parents), cells.data(), chance.data(), value.data(), kept, path, shared ? hits.data() : nullptr,
+            shared ? trials.data() : nullptr, shared ? bins.data() : nullptr,
+            static_cast<std::int64_t>(bins.size() / 3));
+        return std::pair(lesson.surprise, lesson.spread);
+      },
+      "parents"_a, "cells"_a, "chance"_a, "value"_a, "kept"_a, "path"_a, "hits"_a.noconvert(), "trials"_a.noconvert(),
+      "bins"_a.noconvert(), "shared"_a,
+      "What a verified tree teaches. The first four as weigh_tree made them; kept: the nodes verified, 0 first; path:\n"
+      "the accepted ones, as places in `kept`. With `shared`, labels are added to hits and trials (by cell) and to bins\n"
+      "(num_bins * 3: nodes, accepted, sum of chances). Returns (labels less chances, their variance), summed.");
+}
+
 void bind_stack(nb::module_& m) {
   using dartspec::bf16;
   using dartspec::DecoderLayer;
@@ -325,6 +387,7 @@ void bind_kernels(nb::module_& m) {
   bind_linear(m);
   bind_attention(m);
   bind_layer(m);
+  bind_weigh(m);
   bind_stack(m);
   bind_draft(m);
 }

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from dartspec.budget.cost import rising
 from dartspec.errors import DartspecError
@@ -21,7 +22,7 @@ STEPS = (-8.0, -6.0, -4.5, -3.5, -2.75, -2.25, -1.8, -1.4, -1.1, -0.85, -0.65, -
 DEPTHS = 5  # depths 1, 2, 3, 4, and deeper
 PRIOR_TRIALS = 4.0  # how many labels the first guess of a cell weighs
 MOST_TRIALS = 3000.0  # older labels fade: a cell never weighs more
-REFRESH = 256  # labels between two looks at the counts
+REFRESH = 32  # trees between two looks at the counts
 FILE = "calibration.json"  # beside a drafter's weights
 _VERSION = 1
 
@@ -30,61 +31,48 @@ class Calibration:
     """Probability that a node is picked, its parent having been reached, by (depth, step of the score).
 
     hits, trials: labels so far, DEPTHS rows of len(STEPS) + 1 cells; None: none yet, a rough guess stands in.
+    log_odds: (DEPTHS * (len(STEPS) + 1),) float32, what the counts say, rising with the step.
     """
+
+    steps = np.array(STEPS, dtype=np.float32)
 
     def __init__(
         self, hits: Sequence[Sequence[float]] | None = None, trials: Sequence[Sequence[float]] | None = None
     ) -> None:
-        cells = len(STEPS) + 1
+        shape = (DEPTHS, len(STEPS) + 1)
         if hits is None or trials is None:
             guess = [min(0.9, math.exp(s)) for s in (-10.0, *STEPS)]
-            trials = [[PRIOR_TRIALS] * cells for _ in range(DEPTHS)]
-            hits = [[PRIOR_TRIALS * p for p in guess] for _ in range(DEPTHS)]
-        self.hits = [list(map(float, row)) for row in hits]
-        self.trials = [list(map(float, row)) for row in trials]
-        good = len(self.hits) == len(self.trials) == DEPTHS and all(
-            len(h) == len(t) == cells and all(0 <= a <= b < math.inf for a, b in zip(h, t, strict=True))
-            for h, t in zip(self.hits, self.trials, strict=True)
-        )
-        if not good:
-            raise DartspecError(
-                f"a calibration holds {DEPTHS} rows of {cells} cells with 0 <= hits <= trials; this one does not: "
-                "make it again with benchmarks/calibrate.py"
-            )
-        self._cells = cells
-        self._stale = 0
-        self.log_odds: list[float] = []
-        self._refresh()
+            trials = [[PRIOR_TRIALS] * shape[1]] * DEPTHS
+            hits = [[PRIOR_TRIALS * p for p in guess]] * DEPTHS
+        made = np.array(hits, dtype=np.float64), np.array(trials, dtype=np.float64)
+        if not all(m.shape == shape and np.isfinite(m).all() for m in made) or not (made[0] >= 0).all():
+            raise _misfit()
+        if not (made[0] <= made[1]).all():
+            raise _misfit()
+        self.hits, self.trials = made
+        self.log_odds = np.zeros(self.hits.size, dtype=np.float32)
+        self._rounds = 0
+        self.refresh()
 
-    def _refresh(self) -> None:
-        self._stale = 0
-        self.log_odds = []
-        for hits, trials in zip(self.hits, self.trials, strict=True):
-            share = [(h + 0.25) / (t + 0.5) for h, t in zip(hits, trials, strict=True)]
-            self.log_odds += [math.log(p / (1 - p)) for p in rising(share, [t + 0.5 for t in trials])]
+    def refresh(self) -> None:
+        """Makes `log_odds` of the counts, after old ones have faded."""
+        fade = np.where(self.trials > MOST_TRIALS, 0.5, 1.0)
+        self.hits *= fade
+        self.trials *= fade
+        share = (self.hits + 0.25) / (self.trials + 0.5)
+        fit = np.array([rising(s, w) for s, w in zip(share.tolist(), (self.trials + 0.5).tolist(), strict=True)])
+        self.log_odds[:] = np.log(fit / (1 - fit)).ravel()
 
-    def cell(self, depth: int, step: float) -> int:
-        """Which entry of `log_odds` tells how likely a node at this depth (1: a child of the root), whose score lies
-        `step` above its parent's, is picked where its parent is."""
-        return (min(depth, DEPTHS) - 1) * self._cells + bisect_right(STEPS, step)
-
-    def learn(self, cell: int, hit: bool) -> None:
-        """One label. The probabilities follow every few labels."""
-        row, at = divmod(cell, self._cells)
-        hits, trials = self.hits[row], self.trials[row]
-        if trials[at] >= MOST_TRIALS:
-            hits[at] *= 0.5
-            trials[at] *= 0.5
-        trials[at] += 1
-        hits[at] += hit
-        self._stale += 1
-        if self._stale >= REFRESH:
-            self._refresh()
+    def counted(self) -> None:
+        """One more tree's labels were counted; the probabilities follow now and then."""
+        self._rounds += 1
+        if self._rounds % REFRESH == 0:
+            self.refresh()
 
     def save(self, folder: Path, **about: Any) -> None:
         """`calibration.json` in a drafter's folder, written aside and renamed. about: where the labels came from."""
         aside = folder / f"{FILE}.tmp"
-        rounded = {name: [[round(x, 1) for x in row] for row in getattr(self, name)] for name in ("hits", "trials")}
+        rounded = {name: getattr(self, name).round(1).tolist() for name in ("hits", "trials")}
         aside.write_text(json.dumps({"version": _VERSION, "steps": STEPS, **rounded, **about}, indent=1) + "\n")
         os.replace(aside, folder / FILE)
 
@@ -103,3 +91,10 @@ class Calibration:
             if isinstance(error, DartspecError):
                 raise DartspecError(f"{path}: {error}") from None
             raise DartspecError(f"{path} is no calibration ({error!r}); delete it to begin without one") from None
+
+
+def _misfit() -> DartspecError:
+    return DartspecError(
+        f"a calibration holds {DEPTHS} rows of {len(STEPS) + 1} cells with 0 <= hits <= trials; this one does not: "
+        "make it again with benchmarks/calibrate.py"
+    )

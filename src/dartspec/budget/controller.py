@@ -6,17 +6,17 @@ it decides, the text stays the same.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dartspec import _core
 from dartspec.budget.calibration import Calibration
 from dartspec.budget.cost import CostModel
-from dartspec.tree import depths
 from dartspec.types import RoundTimes, SamplingParams, TokenTree, Verdict
 
 MOST_NODES = 24  # what a tree is drafted with at most; beyond, a CPU has long been busy with arithmetic
@@ -57,36 +57,25 @@ class Fixed:
         """Nothing is learned."""
 
 
-class _Tree:
-    """One tree as the controller sees it: what became of its nodes is told by the same numbers as before."""
+class _Weighed(NamedTuple):
+    """One drafted tree as the controller sees it, and which of its nodes are verified."""
 
-    def __init__(self, tree: TokenTree, calibration: Calibration, own: float) -> None:
-        self.parents = parents = tree.parents.tolist()
-        scores, depth = tree.scores.tolist(), depths(tree).tolist()
-        odds, exp, cell = calibration.log_odds, math.exp, calibration.cell
-        cells, chances, values = [0], [1.0], [1.0]
-        self.cells, self.chances, self.values = cells, chances, values
-        for i in range(1, len(parents)):
-            p = parents[i]
-            at = cell(depth[i], scores[i] - scores[p] if p else scores[i])
-            chance = 1.0 / (1.0 + exp(-odds[at] - own))  # to be picked, the parent having been reached
-            cells.append(at)
-            chances.append(chance)
-            values.append(values[p] * chance)  # to be accepted
+    tree: TokenTree
+    parents: NDArray[np.int32]
+    cells: NDArray[np.int32]  # of the calibration
+    chance: NDArray[np.float32]  # of each node to be picked, its parent having been reached
+    value: NDArray[np.float32]  # of each node to be accepted
+    order: NDArray[np.int32]  # nodes but the root by falling value; so parents come first
 
-    def best(self) -> list[int]:
-        """Nodes by the chance to be accepted; so parents come first."""
-        return sorted(range(1, len(self.values)), key=self.values.__getitem__, reverse=True)
-
-    def keep(self, nodes: Sequence[int]) -> _Tree:
-        """As `subtree` renumbers."""
-        kept = _Tree.__new__(_Tree)
-        place = {old: new for new, old in enumerate(nodes)}
-        kept.parents = [place.get(self.parents[i], -1) for i in nodes]
-        kept.cells, kept.chances, kept.values = (
-            [row[i] for i in nodes] for row in (self.cells, self.chances, self.values)
+    @classmethod
+    def of(cls, tree: TokenTree, calibration: Calibration, own: float) -> _Weighed:
+        parents, n = tree.parents.numpy(), len(tree.parents)
+        cells, chance = np.empty(n, np.int32), np.empty(n, np.float32)
+        value, order = np.empty(n, np.float32), np.empty(n - 1, np.int32)
+        _core.weigh_tree(
+            calibration.steps, calibration.log_odds, parents, tree.scores.numpy(), own, cells, chance, value, order
         )
-        return kept
+        return cls(tree, parents, cells, chance, value, order)
 
 
 class _Slot:
@@ -98,7 +87,7 @@ class _Slot:
         self.own = 0.0  # log-odds against the shared calibration
         self.curve = curve.copy()  # expected accepted tokens of its best n nodes, n = 0 .. most_nodes
         self.behind = 0  # rounds since the drafter read it
-        self.seen: tuple[TokenTree, _Tree] | None = None  # the tree that was given out to be verified
+        self.given: tuple[TokenTree, _Weighed, list[int]] | None = None  # out to be verified: tree, whole tree, nodes
 
 
 def kind_of(params: SamplingParams) -> int:
@@ -132,7 +121,7 @@ class Adaptive:
         self._probe = FIRST_PROBE
         self._verify = np.zeros(most_nodes + 1)  # of that round: ms by nodes a sequence
         # by probability: nodes, accepted, sum of the probabilities
-        self.bins = [[0.0, 0.0, 0.0] for _ in range(NUM_BINS)]
+        self.bins = np.zeros((NUM_BINS, 3))
         self.num_rounds = self.num_plain_rounds = 0
 
     def join(self, slot: int, params: SamplingParams, length: int) -> None:
@@ -203,25 +192,22 @@ class Adaptive:
     def cut(self, slots: Sequence[int], trees: Sequence[TokenTree]) -> list[TokenTree]:
         most = self.most_nodes
         gains = np.zeros(most + 1)
-        looked: list[tuple[_Tree, list[int]] | None] = []
+        looked: list[_Weighed | None] = []
         largest = 0
         for slot, tree in zip(slots, trees, strict=True):
             entry = self._slots[slot]
-            entry.seen = None
+            entry.given = None
             if tree.num_drafts == 0:
                 entry.behind += 1
                 looked.append(None)
                 continue
             entry.behind = 0
-            seen = _Tree(tree, self.calibration, entry.own)
-            order = seen.best()
-            looked.append((seen, order))
-            largest = max(largest, len(order))
-            sums, total = [0.0], 0.0
-            for i in order[:most]:
-                total += seen.values[i]
-                sums.append(total)
-            curve = np.array(sums + [total] * (most + 1 - len(sums)))
+            weighed = _Weighed.of(tree, self.calibration, entry.own)
+            looked.append(weighed)
+            sums = weighed.value[weighed.order[:most]].cumsum()
+            largest = max(largest, len(sums))
+            curve = np.full(most + 1, sums[-1])
+            curve[0], curve[1 : len(sums) + 1] = 0.0, sums
             entry.curve += CURVE * (curve - entry.curve)
             if not entry.reshaped:
                 shared = self._curves.setdefault(entry.kind, entry.curve.copy())
@@ -231,14 +217,13 @@ class Adaptive:
             return list(trees)
         n = int((gains - self._rate * self._verify)[: largest + 1].argmax())
         kept = list(trees)
-        for k, (slot, tree, one) in enumerate(zip(slots, trees, looked, strict=True)):
+        for k, (slot, one) in enumerate(zip(slots, looked, strict=True)):
             if one is None:
                 continue
-            seen, order = one
-            if n < len(order):
-                nodes = [0, *sorted(order[:n])]
-                kept[k], seen = subtree(tree, nodes), seen.keep(nodes)
-            self._slots[slot].seen = kept[k], seen
+            nodes = [0, *(sorted(one.order[:n].tolist()) if n < len(one.order) else range(1, len(one.parents)))]
+            if len(nodes) < len(one.parents):
+                kept[k] = subtree(one.tree, nodes)
+            self._slots[slot].given = kept[k], one, nodes
         return kept
 
     # -- after the round ---------------------------------------------------------------------------------------------
@@ -257,33 +242,32 @@ class Adaptive:
 
     def _learn(self, entry: _Slot, tree: TokenTree, verdict: Verdict) -> None:
         """Every node whose parent was reached is a label."""
-        if entry.seen is not None and entry.seen[0] is tree:
-            seen = entry.seen[1]
+        if entry.given is not None and entry.given[0] is tree:
+            _, whole, nodes = entry.given
         else:  # the engine took off what could never be kept
-            seen = _Tree(tree, self.calibration, entry.own)
-        on_path = set(verdict.path)
-        surprise = spread = 0.0
-        for i in range(1, len(seen.parents)):
-            hit = i in on_path
-            value = seen.values[i]
-            if not entry.reshaped:
-                record = self.bins[min(NUM_BINS - 1, int(value * NUM_BINS))]
-                record[0] += 1
-                record[1] += hit
-                record[2] += value
-            if seen.parents[i] in on_path:
-                chance = seen.chances[i]
-                surprise += hit - chance
-                spread += chance * (1 - chance)
-                if not entry.reshaped:
-                    self.calibration.learn(seen.cells[i], hit)
+            whole, nodes = _Weighed.of(tree, self.calibration, entry.own), list(range(len(tree.tokens)))
+        c = self.calibration
+        surprise, spread = _core.learn_tree(
+            whole.parents,
+            whole.cells,
+            whole.chance,
+            whole.value,
+            nodes,
+            verdict.path,
+            c.hits.reshape(-1),
+            c.trials.reshape(-1),
+            self.bins.reshape(-1),
+            not entry.reshaped,
+        )
+        if not entry.reshaped:
+            c.counted()
         if not self._on and surprise > 1:
             self._quiet = LAST_PROBE  # the trial brought more than it promised: another at once
         entry.own = max(-MOST_OWN, min(MOST_OWN, entry.own + surprise / (spread + OWN)))
 
     def reliability(self) -> list[tuple[float, float, int]]:
         """(mean predicted probability, share accepted, nodes) of each bin that has nodes."""
-        return [(p / n, hit / n, int(n)) for n, hit, p in self.bins if n]
+        return [(p / n, hit / n, int(n)) for n, hit, p in self.bins.tolist() if n]
 
 
 def _counts(most: int) -> list[int]:
