@@ -56,7 +56,7 @@ def provenance(result: dict[str, Any], name: str) -> str:
 
 def interval(e: list[float], *, bold: bool = False) -> str:
     value = f"**{e[0]:.2f}x**" if bold else f"{e[0]:.2f}x"
-    return value + (f" [{e[1]:.2f}, {e[2]:.2f}]" if len(e) > 1 else "")
+    return value + (f" [{e[1]:.2f}, {e[2]:.2f}]" if len(e) > 1 and e[1] < e[2] else "")
 
 
 def speed(result: dict[str, Any]) -> str:
@@ -187,6 +187,22 @@ def scheduler(result: dict[str, Any]) -> str:
     return "\n\n".join([chunks, reuse, arrivals, load])
 
 
+def rivals(result: dict[str, Any]) -> str:
+    """Drafters trained on the same tokens: what each run learned, and what it commits."""
+    body = []
+    for m in sorted(result["methods"], key=lambda m: -m["M"]):
+        last, sets = m["curve"][-1], m["by_set"].values()
+        chains = ", ".join(f"{e['chain']:.2f}" for e in m["curve"])
+        hits = " ".join(f"{x:.2f}" for x in last["hit1"][:4])
+        body.append(
+            [m["method"], f"{m['M']:.2f}", f"{min(sets):.2f} to {max(sets):.2f}", hits, chains, f"{m['megabytes']:.0f}"]
+        )
+    table = rows(
+        ["method", f"M, {result['nodes']} nodes", "by set", "hit@1, offsets 1 to 4", "chain, evaluations", "MB"], body
+    )
+    return f"{result['tokens'] / 1e6:.2f} M tokens trained, {result['num_prompts']} prompts:\n\n{table}"
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "table-t0": speed,
     "table-t08": speed,
@@ -194,10 +210,12 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "plain": plain,
     "load": load_table,
     "scheduler": scheduler,
+    "rivals": rivals,
 }
 PAGES = (
     (ROOT / "README.md", "docs/results"),
     (ROOT / "docs" / "numbers.md", "results"),
+    (ROOT / "docs" / "methods.md", "results"),
     (ROOT / "docs" / "serving-many.md", "results"),
 )
 
