@@ -510,6 +510,18 @@ def test_doctor_tells_what_there_is_and_what_a_model_would_get(folder: str) -> N
     assert "CPU flags" in told.stdout
 
 
+def test_doctor_measures_again(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DARTSPEC_CACHE", str(tmp_path))
+    facts = last_json(run("doctor", folder, "--measure", "--json"))
+    (kept,) = tmp_path.glob("cost-*.json")
+    assert json.loads(kept.read_text()) == facts["times"]["ms_by_rows"]
+    kept.write_text('{"1": 1e9}')
+    told = run("doctor", folder, "--measure").stdout
+    assert "a node pays" in told
+    assert "1 rows 1000000000.0 ms" not in told
+    assert json.loads(kept.read_text())["1"] < 1e6
+
+
 def test_doctor_changes_nothing_without_a_model(tmp_path: Path) -> None:
     assert run("doctor").exit_code == 0
     assert not (tmp_path / "cache").exists()

@@ -100,9 +100,14 @@ class LM:
         """What says how many nodes a round verifies. With nodes="auto", made at first use: this machine's times are
         measured then, once, and remembered."""
         if self._controller is None:
-            times = cached_rows(self.target, cache_dir(), machine_key(self.target))
-            self._controller = Adaptive(CostModel(times), self.calibration)
+            self._controller = Adaptive(CostModel(self.row_times()), self.calibration)
         return self._controller
+
+    def row_times(self, *, again: bool = False) -> dict[int, float]:
+        """Milliseconds of the target's forward by rows on this machine: remembered, or measured now."""
+        t = self.target
+        key = f"{t.weights_fingerprint}-{t.dtype}-{t.device.type}-{t.num_threads}".replace(".", "")
+        return cached_rows(t, cache_dir(), key, again=again)
 
     # -- generating --------------------------------------------------------------------------------------------------
 
@@ -233,6 +238,7 @@ def load(
     trust_remote_code: bool = False,
     threads: int | None = None,
     fast: bool = True,
+    remeasure: bool = False,
     on_plan: Callable[[MemoryPlan], None] | None = None,
 ) -> LM:
     """Loads a target and a drafter for it.
@@ -246,6 +252,7 @@ def load(
              once on this machine and remembered; none where plain decoding is faster.
     threads: CPU threads; None leaves OMP_NUM_THREADS its say, else the best number is measured once and remembered.
     fast: use our CPU kernels where they apply (bfloat16).
+    remeasure: measure the number of threads and this machine's times even where they are remembered.
     on_plan: called with the memory needed and free before anything large is read.
 
     Raises DartspecError in one sentence for whatever cannot be found, read, served or fitted.
@@ -277,9 +284,12 @@ def load(
     note = _speed_up(loaded) if fast else "own kernels: off"
     target = as_target(loaded)
     if threads is None and loaded.owned:
-        _settle_threads(target)
+        _settle_threads(target, remeasure)
     chosen = _resolve(drafter, target, index)
-    return LM(target, text, chosen, _nodes(nodes), note)
+    lm = LM(target, text, chosen, _nodes(nodes), note)
+    if remeasure:
+        lm.row_times(again=True)
+    return lm
 
 
 def _no_prompt(found: str) -> DartspecError:
@@ -352,7 +362,7 @@ def _speed_up(loaded: LoadedModel) -> str:
     return accelerate(loaded.model, probe, torch.get_num_threads()).reason
 
 
-def _settle_threads(target: Target) -> None:
+def _settle_threads(target: Target, again: bool) -> None:
     """The best number of CPU threads for this model, where nobody has said one."""
     from dartspec.target.fast import set_num_threads
 
@@ -366,13 +376,8 @@ def _settle_threads(target: Target) -> None:
         target.num_threads = count
 
     most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    best_threads(target, use, most, cache_dir(), f"{target.weights_fingerprint}-{target.dtype}".replace(".", ""))
-
-
-def machine_key(target: Target) -> str:
-    """What measured times depend on, for a file's name."""
-    place = f"{target.device.type}-{target.num_threads}"
-    return f"{target.weights_fingerprint}-{target.dtype}-{place}".replace(".", "")
+    key = f"{target.weights_fingerprint}-{target.dtype}".replace(".", "")
+    best_threads(target, use, most, cache_dir(), key, again=again)
 
 
 class Chosen(NamedTuple):

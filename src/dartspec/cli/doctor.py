@@ -4,13 +4,15 @@ but the caches that looking at a hub or GGUF model fills."""
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json as json_module
 import os
 import platform
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.table import Table
 
 from dartspec.cli import options as o
@@ -20,6 +22,12 @@ from dartspec.errors import DartspecError
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "huggingface_hub", "gguf", "accelerate")
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_vnni", "bf16", "asimd")
 OPTIONAL = {"gguf": "models from GGUF files", "accelerate": "models from GGUF files"}
+
+
+SHOWN_ROWS = (1, 3, 5, 9, 12, 17, 25, 33, 65, 129)
+MeasureOption = Annotated[
+    bool, typer.Option("--measure", help="Load the model, and measure threads and times on this machine again.")
+]
 
 
 class _EnoughSeenError(Exception):
@@ -32,6 +40,7 @@ def doctor(
     device: o.DeviceOption = None,
     revision: o.RevisionOption = None,
     trust_remote_code: o.TrustOption = False,
+    measure: MeasureOption = False,
     json: o.JsonOption = False,
     no_color: o.NoColorOption = False,
     debug: o.DebugOption = False,
@@ -41,9 +50,13 @@ def doctor(
     With MODEL also: whether it can be served, the memory it needs, and the drafter it would get. The weights are not
     read. A model that would be refused gives exit code 2.
 
+    With --measure the model (MODEL, or the default one) is loaded, and the number of threads and the times that choose
+    the tree size are measured again and remembered: for when the machine was busy the first time.
+
     \b
     Examples:
       dartspec doctor
+      dartspec doctor --measure
       dartspec doctor ./my-model
       dartspec doctor --json | tail -1 | jq .dtype
     """
@@ -51,6 +64,8 @@ def doctor(
     facts = _machine(dtype, device)
     if model is not None:
         facts["model"] = _model(model, dtype, device, revision, trust_remote_code)
+    if measure and not (model is not None and facts["model"]["refused"]):
+        facts["times"] = _measured(model, dtype, device, revision, trust_remote_code)
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -191,6 +206,34 @@ def _model(source: str, dtype: str | None, device: str | None, revision: str | N
     return facts
 
 
+def _measured(
+    source: str | None, dtype: str | None, device: str | None, revision: str | None, trust: bool
+) -> dict[str, Any]:
+    """Times of the target's forward on this machine, measured now."""
+    from dartspec.api import load
+
+    lm = load(source, dtype=dtype, device=device, revision=revision, trust_remote_code=trust, remeasure=True)
+    return {"threads": lm.target.num_threads, "ms_by_rows": lm.row_times()}
+
+
+def _times(times: dict[str, Any]) -> list[tuple[str, str]]:
+    from dartspec.budget import interpolate
+
+    ms = times["ms_by_rows"]
+    shown = [n for n in SHOWN_ROWS if n <= max(ms)]
+    plain = ms[min(ms)]
+    # what the rows up to here cost each, against a plain step: a node that is accepted more often than that pays
+    pays = [
+        f"{a} to {b - 1}: {(interpolate(ms, b) - interpolate(ms, a)) / (b - a) / plain:.3f}"
+        for a, b in itertools.pairwise(shown)
+    ]
+    return [
+        ("best threads", str(times["threads"])),
+        ("a forward", ", ".join(f"{n} rows {interpolate(ms, n):.1f} ms" for n in shown)),
+        ("a node pays", f"where it is accepted more often than (by nodes in the tree) {', '.join(pays)}"),
+    ]
+
+
 def _drafter_for(source: str) -> str:
     from dartspec.cli.ngram import open_tokenizer
 
@@ -221,12 +264,14 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("dtype", f"{facts['dtype']}: {facts['dtype_why']}"),
         ("own kernels", facts["kernels"]),
         ("free memory", _mib(facts["free_bytes"])),
-        ("methods", ", ".join(facts["drafters"])),
+        ("methods", ", ".join(n for n in facts["drafters"] if n != "oracle")),
         ("trained drafters", "; ".join(trained) or "none in the package"),
         ("default model", facts["default_model"]),
         ("cache", f"{facts['cache']} ({_mib(facts['cache_bytes'])})"),
         ("hub", "offline (HF_HUB_OFFLINE)" if facts["offline"] else "asked for models given by hub id"),
     ]
+    if times := facts.get("times"):
+        rows += _times(times)
     if model := facts.get("model"):
         rows.append(("model", f"{model['source']}: {'refused' if model['refused'] else 'can be served'}"))
         if model["needed_bytes"] is not None:
