@@ -123,7 +123,7 @@ void bind_ngram(nb::module_& m) {
             const auto* at = static_cast<const std::byte*>(data.data());
             return NgramIndex::from_image(std::vector<std::byte>(at, at + data.size()));
           }, "data"_a)
-      .def("verify", &NgramIndex::verify, nb::call_guard<nb::gil_scoped_release>())
+      .def("verify", [](const NgramIndex& index) { index.verify(); }, nb::call_guard<nb::gil_scoped_release>())
       .def("save", &NgramIndex::save, "path"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("info", &info)
       .def("continuations", [](const NgramIndex& index, In1<std::int32_t> context, std::size_t top) {

@@ -128,6 +128,7 @@ NgramIndex NgramIndex::open(const std::string& path, const OpenOptions& options)
   NgramIndex index;
   index.image_ = {static_cast<const std::byte*>(mapping->at), mapping->bytes};
   index.owner_ = std::move(mapping);
+  index.mapped_ = !options.huge_pages;
   index.parse(path);
   return index;
 }
@@ -270,7 +271,11 @@ void NgramIndex::parse(const std::string& where) {
   serial_ = next_serial.fetch_add(1);
 }
 
-void NgramIndex::verify() const {
+void NgramIndex::verify(bool release) const {
+  constexpr std::size_t kPiece = std::size_t{1} << 24;
+  auto give_back = [&] {
+    if (release && mapped_) ::madvise(const_cast<std::byte*>(image_.data()), image_.size(), MADV_DONTNEED);
+  };
   auto refuse = [&](const std::string& what) { throw Error("index is damaged: " + what); };
   std::uint64_t at = 0;
   auto padding_is_zero = [&](std::uint64_t from, std::uint64_t to) {
@@ -284,7 +289,13 @@ void NgramIndex::verify() const {
     const IndexSection& s = sections_[i];
     padding_is_zero(at, s.offset);
     at = s.offset + s.bytes;
-    const std::uint64_t sum = xxh64(image_.subspan(s.offset, s.bytes));
+    Xxh64 hash;
+    auto left = image_.subspan(s.offset, s.bytes);
+    for (; left.size() > kPiece; left = left.subspan(kPiece)) {
+      hash.stripes(left.first(kPiece));
+      give_back();
+    }
+    const std::uint64_t sum = hash.finish(left);
     if (sum != s.checksum) {
       char text[128];
       std::snprintf(text, sizeof text, "section %zu (kind %u, level %u) has checksum %016llx, computed %016llx", i, s.kind,
@@ -327,6 +338,7 @@ void NgramIndex::verify() const {
       if (range.begin != end || range.end < range.begin)
         refuse("children of node " + str(i) + at_level + "begin at " + str(range.begin) + ", expected " + str(end));
       end = range.end;
+      if (i % (kPiece / 16) == 0) give_back();
       std::uint64_t sum = 0;
       for (std::uint32_t c = range.begin; c < end; ++c) {
         const std::uint32_t token = token_at(level + 1, c);

@@ -544,7 +544,7 @@ NgramIndex IndexWriter::finish(const IndexMeta& meta) {
     return index;
   }
   NgramIndex index = NgramIndex::open(aside.remove);
-  index.verify();
+  index.verify(true);
   if (::fsync(aside.fd) != 0 || ::rename(aside.remove.c_str(), w.path.c_str()) != 0) fail(w.path);
   aside.remove.clear();
   return index;
