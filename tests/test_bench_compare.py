@@ -81,6 +81,13 @@ def test_only_common_prompts_count() -> None:
     assert (row["num_units"], row["verdict"]) == (4, "same")
 
 
+def test_three_prompts_are_too_few_to_judge_speed_but_not_texts() -> None:
+    before, after = result(lambda _k: 5.0, num=3), result(lambda _k: 50.0, num=3)
+    assert compare(before, after)["rows"][0]["verdict"] == "too few"
+    after["records"][1]["parted"] = 0
+    assert compare(before, after)["rows"][0]["verdict"] == "worse"
+
+
 def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(DartspecError, match="max_tokens is 128 in the first result and 64"):
         compare(result(lambda _k: 5.0), result(lambda _k: 5.0, max_tokens=64))

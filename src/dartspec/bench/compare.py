@@ -32,6 +32,7 @@ FACTS = (
     "threads",
     "commit",
 )
+FEWEST_UNITS = 4  # prompts or pairs below which an interval says nothing
 FAMILY_ERROR = 0.05  # chance that a run in which nothing changed fails, over all rows together
 
 
@@ -121,8 +122,10 @@ def _compared(key: tuple[Any, ...], before: Groups, after: Groups, level: float,
     if paired:
         judged = bootstrap(times, lambda s: _rate(s, 1) / _rate(s, 3) / (_rate(s, 0) / _rate(s, 2)), level=level)
         row["speed_up"] = judged.rounded()
-    verdict = "same"
-    if judged.high < 1 and judged.value < 1 - tolerance:
+    verdict = "same" if len(both) >= FEWEST_UNITS else "too few"
+    if verdict == "too few":
+        pass
+    elif judged.high < 1 and judged.value < 1 - tolerance:
         verdict = "worse"
     elif judged.low > 1 and judged.value > 1 + tolerance:
         verdict = "better"

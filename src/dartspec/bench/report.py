@@ -355,7 +355,7 @@ def _table(page: Page, result: Result) -> None:
         if "speed_up" in r:
             s, low, high = r["speed_up"]
             pair = f"{r['median_pair'][0]:.2f}x" if r["median_pair"] else ""
-            cells += [f"{s:.2f}x", f"[{low:.2f}, {high:.2f}]", pair, f"{r['bound']:.2f}x"]
+            cells += [f"{s:.2f}x", f"[{low:.2f}, {high:.2f}]" if low < high else "", pair, f"{r['bound']:.2f}x"]
             cells += [f"{r['uncut']['M']:.2f}", f"{r['num_equal']}/{r['num_runs']}"]
         cells += [""] * (len(head) - len(cells))
         kind = " ".join(["all"] * (r["suite"] == "all") + ["first"] * (last not in (None, r["suite"])))

@@ -684,7 +684,8 @@ def _load_table(result: dict[str, Any], term: Terminal) -> None:
 
 
 def _interval(e: list[float]) -> str:
-    return f"{e[0]:.2f}x [{e[1]:.2f}, {e[2]:.2f}]"
+    """One prompt has no interval."""
+    return f"{e[0]:.2f}x [{e[1]:.2f}, {e[2]:.2f}]" if e[1] < e[2] else f"{e[0]:.2f}x"
 
 
 def _last_line(result: dict[str, Any]) -> None:
