@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ import torch
 import dartspec
 import tiny_cli
 from dartspec import LM, DartspecError, SamplingParams
+from dartspec.accounting import Metrics
 from dartspec.drafters import oracle
+from dartspec.types import RoundRecord
 
 PROMPTS = ["in the thick of the thing", "on and on and on and on", "a"]
 MESSAGES = [{"role": "user", "content": "What is the thing?"}]
@@ -64,7 +67,7 @@ def test_the_plan_comes_before_the_weights_and_the_note_says_what_was_chosen(fol
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"drafter": "dartz"}, "unknown drafter 'dartz'; there are: dart, none"),
+        ({"drafter": "dartz"}, "unknown drafter 'dartz'; there are: dart, "),
         ({"drafter": "dart"}, "no dart drafter for"),
         ({"drafter": "/nowhere/at/all"}, "is no drafter: it has no config.json"),
         ({"nodes": 600}, "nodes is 600"),
@@ -268,3 +271,24 @@ def test_custom_generate_refuses_what_it_cannot_do() -> None:
     batch = padded(PROMPTS[:1])
     with pytest.raises(DartspecError, match="num_beams=2"):
         model.generate(**batch, custom_generate=lm.custom_generate, num_beams=2, do_sample=False, max_new_tokens=4)
+
+
+def test_far_fewer_accepted_drafts_than_in_training_are_warned_of_once() -> None:
+    lm = dartspec.load(tiny_cli.model(), tiny_cli.tokenizer(), drafter="prompt_lookup", nodes=8)
+    assert not hasattr(lm.drafter, "config")
+
+    class Recorded:
+        acceptance: ClassVar[dict[str, float]] = {"4": 2.5, "8": 3.0}
+
+    def rounds(accepted: int) -> Metrics:
+        return Metrics(rounds=[RoundRecord(8, accepted, accepted + 1, 1.0, 0.0, 9.0, 0.0, 1) for _ in range(500)])
+
+    lm.drafter.config = Recorded()  # type: ignore[attr-defined]
+    lm._watch(rounds(1))
+    assert not lm.below_record
+    with pytest.warns(UserWarning, match=r"M is 1\.0 over 500 rounds; with 8 nodes it was 3\.0"):
+        lm._watch(rounds(0))
+    assert lm.below_record
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lm._watch(rounds(0))

@@ -7,6 +7,7 @@ import inspect
 import json
 import operator
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,18 +18,20 @@ from torch import Tensor
 
 from dartspec import drafters
 from dartspec.accounting import Metrics
-from dartspec.budget import Adaptive, Calibration, CostModel, Fixed, best_threads, cached_rows
+from dartspec.budget import Adaptive, Calibration, CostModel, Fixed, best_threads, cached_rows, interpolate
 from dartspec.engine import Chunk, Request, generate
 from dartspec.errors import DartspecError
 from dartspec.target.load import LoadedModel, MemoryPlan, as_target, cache_dir, from_memory, load_model
 from dartspec.target.target import Target
 from dartspec.text import Text
-from dartspec.types import Controller, Drafter, Processor, SamplingParams
+from dartspec.types import Controller, Drafter, Processor, RoundRecord, SamplingParams
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 ASSETS = Path(__file__).parent / "assets"
 PROBE_TOKENS = 8  # ids of the forward that our CPU kernels are tried on
 MOST_THREADS = 1024  # a typing error of more would have the system refuse them, and end the program
+WATCHED_ROUNDS = 400  # rounds with drafts between two looks at what is accepted
+FAR_BELOW = 0.5  # of the accepted tokens in the drafter's record: a warning
 SMALL = 32 << 20  # bytes of weights below which the number of threads is not worth a measurement
 
 
@@ -91,6 +94,8 @@ class LM:
         self.drafter, self.drafter_name, self.drafter_note = chosen.drafter, chosen.name, chosen.note
         self.fast_note = fast_note
         self.calibration = chosen.calibration
+        self.below_record = False  # whether far fewer drafts were accepted than in training; warned of once
+        self._watched: list[RoundRecord] = []
         self._controller: Controller | None = Fixed(nodes) if isinstance(nodes, int) else None
         if chosen.name == "none":
             self._controller = Fixed(0)
@@ -143,10 +148,39 @@ class LM:
         return Stream(self.run([request], batch=1), len(request.prompt))
 
     def run(self, requests: Sequence[Request], *, batch: int = 8) -> Iterator[Chunk]:
-        """The engine's chunks for these requests, with this model's drafter and tree size."""
-        return generate(
+        """The engine's chunks for these requests, with this model's drafter and controller."""
+        made = generate(
             self.target, self.drafter, requests, text=self.text, num_nodes=self.controller, batch=max(1, batch)
         )
+        try:
+            for chunk in made:
+                if chunk.finish:
+                    self._watch(chunk.metrics)
+                yield chunk
+        finally:
+            made.close()  # type: ignore[attr-defined]  # at once, also when the caller stops listening
+
+    def _watch(self, metrics: Metrics) -> None:
+        """Warns once where far fewer drafts are accepted than when the drafter was trained."""
+        record: Mapping[str, float] = getattr(getattr(self.drafter, "config", None), "acceptance", None) or {}
+        self._watched += [r for r in metrics.rounds if r.num_drafted]
+        if not record or self.below_record:
+            self._watched.clear()
+        if len(self._watched) < WATCHED_ROUNDS:
+            return
+        n = len(self._watched)
+        nodes = round(sum(r.num_drafted for r in self._watched) / n)
+        M = sum(r.num_accepted for r in self._watched) / n + 1
+        there = interpolate({0: 1.0, **{int(k): m for k, m in record.items()}}, nodes)
+        self._watched.clear()
+        if FAR_BELOW * (there - 1) > M - 1:
+            self.below_record = True
+            warnings.warn(
+                f"M is {M:.1f} over {n} rounds; with {nodes} nodes it was {there:.1f} when the drafter was trained: "
+                "the text may be of another kind or language, the model fine-tuned since, the prompts without its chat "
+                "template, or the n-gram index missing",
+                stacklevel=2,
+            )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt in any of its forms."""

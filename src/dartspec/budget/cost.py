@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dartspec.target.target import Target
     from dartspec.types import RoundTimes
 
-ROWS = (1, 2, 3, 5, 7, 9, 10, 11, 12, 13, 14, 17, 21, 25, 29, 33, 41, 49, 65, 97, 129, 193, 257, 385, 513)
+ROWS = (1, 2, 3, 5, 7, 9, 10, 11, 12, 13, 14, 17, 21, 25, 29, 33, 41, 49, 65, 97, 129)
 CONTEXT = 256  # committed tokens behind the rows that are timed
 ROWS_TO_TIME = 600  # the fewer rows, the more often they are timed: about so many rows in all, within REPEATS
 REPEATS = (3, 15)
