@@ -4,8 +4,8 @@
 
 Both write the same text (float32), so the accepted drafts are what is left to compare: new tokens less forwards of the
 target, each of which writes one token of its own. Settings are transformers': 10 tokens copied after the longest suffix
-of at most 2; 5 tokens of the small model. The small model is a copy of the target's first layers. `prompt_lookup tree`
-is ours with its defaults, several continuations and longer suffixes. A run that was stopped goes on where it was.
+of at most 2; 5 tokens of the small model. The small model is a copy of the target's first layers. By default ours
+copies more (several continuations, longer suffixes, as a tree). A run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -85,7 +85,6 @@ def main() -> None:
     )
     drafters: dict[str, tuple[Any, int]] = {
         "prompt_lookup": (prompt_lookup.load(prompt_lookup.Config(**LOOKUP), lm.target), LOOKUP["length"]),
-        "prompt_lookup tree": (prompt_lookup.load(prompt_lookup.Config(), lm.target), 24),
         "small_model": (chain, NUM_DRAFTS),
     }
 

@@ -28,8 +28,8 @@ class Config:
     num_continuations: earlier places used at most. length: tokens copied from each."""
 
     max_ngram: int = 4
-    min_ngram: int = 2
-    num_continuations: int = 3
+    min_ngram: int = 1
+    num_continuations: int = 5
     length: int = 10
 
     def __post_init__(self) -> None:
