@@ -145,7 +145,7 @@ class Staged:
         self._there.copy_(self._here, non_blocking=True)
         if self._is_cuda:
             self._sent = self._sent or torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._sent.record()
+            self._sent.record(torch.cuda.current_stream(self._there.device))
 
 
 def first_line(error: Exception) -> str:

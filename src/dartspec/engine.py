@@ -490,7 +490,7 @@ class _Clock:
     for a GPU: it notes the time itself when it comes to a mark, and is asked once the round's tokens are known."""
 
     def __init__(self, device: torch.device, drafter: Drafter) -> None:
-        self._is_cuda, self._drafter = device.type == "cuda", drafter
+        self._device, self._is_cuda, self._drafter = device, device.type == "cuda", drafter
         self._searched = self._search_ms()
         self._marks: list[Any] = []
         self._ended = 0.0
@@ -499,7 +499,7 @@ class _Clock:
     def mark(self) -> None:
         if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
+            event.record(torch.cuda.current_stream(self._device))
             self._marks.append(event)
         else:
             self._marks.append(1e3 * time.perf_counter())
