@@ -48,7 +48,10 @@ ModelOption = Annotated[
 ]
 DrafterOption = Annotated[
     str,
-    typer.Option(help="auto, a method (dart, prompt_lookup, none), or a folder of trained weights."),
+    typer.Option(
+        help="auto, a method (dart, prompt_lookup, mix, none, ...), a folder (a trained drafter, another program's "
+        "checkpoint, a smaller model), or several of these joined by +."
+    ),
 ]
 IndexOption = Annotated[
     str,
