@@ -118,6 +118,13 @@ class Text:
         """Ids of `text` with no special token added; special tokens written out in the text are recognised."""
         return self._ids(text, add_special_tokens=False)
 
+    def encode_all(self, texts: list[str]) -> list[list[int]]:
+        """Many texts at once, on all of the tokenizer's threads; no special tokens, nothing cut or padded."""
+        if self._backend.truncation is None and self._backend.padding is None:  # without offsets: a third quicker
+            return [e.ids for e in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        encoded = self.tokenizer(texts, add_special_tokens=False, truncation=False, padding=False, verbose=False)
+        return list(encoded["input_ids"])
+
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of `text` as the beginning of a document: led by the beginning-of-text token where the tokenizer adds
         one, never closed by an end token."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -105,7 +104,7 @@ def build(
     text = open_tokenizer(tokenizer)
     name = str(tokenizer or "smollm2")
     reader = Reader(
-        lambda texts: encode_all(text, texts),
+        text.encode_all,
         column=column,
         id_bits=16 if text.num_tokens <= 1 << 16 else 32,
         overlap=order - 1,
@@ -399,15 +398,6 @@ def tokens_of(text: Text, name: str) -> Tokens:
     from dartspec.ngram.build import Tokens
 
     return Tokens(text.num_tokens, text.fingerprint, name, text.special_ids)
-
-
-def encode_all(text: Text, texts: list[str]) -> list[list[int]]:
-    """Many texts at once, on all of the tokenizer's threads; no special tokens, nothing cut."""
-    backend = text.tokenizer.backend_tokenizer
-    if backend.truncation is None and backend.padding is None and os.environ.get("TOKENIZERS_PARALLELISM") != "false":
-        return [e.ids for e in backend.encode_batch_fast(texts, add_special_tokens=False)]  # without offsets
-    encoded = text.tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False)
-    return list(encoded["input_ids"])
 
 
 def check_out(out: Path) -> None:
