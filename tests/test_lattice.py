@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lzma
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,13 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dartspec import _core
 from dartspec import tree as T
 from dartspec.errors import DartspecError
 from dartspec.interop.official import import_trie
-from dartspec.lattice import SearchConfig, build_tree
+from dartspec.lattice import SearchConfig, build_tree, build_trees
 from dartspec.ngram import NgramIndex
 from dartspec.types import TokenTree
 from reference import search as twin
+from reference.ngram import count_grams
 
 VECTORS = Path(__file__).parent / "data" / "official_vectors"
 NONE: frozenset[int] = frozenset()
@@ -50,6 +53,7 @@ cell = st.sampled_from([0.0, 0.0, -0.5, -0.5, -1.0, -3.0, -40.0, -200.0, float("
     base=st.sampled_from([SearchConfig.paper(), SearchConfig.official()]),
     eps=st.sampled_from([1e-10, 0.5]),  # with 0.5 a step can raise the score, so children can outscore parents
     top_k=st.sampled_from([25, 2]),
+    backoff=st.sampled_from([1.0, 1.0, 0.4]),
     data=st.data(),
 )
 def test_tree_is_bit_equal_to_the_plain_twin(
@@ -62,9 +66,10 @@ def test_tree_is_bit_equal_to_the_plain_twin(
     base: SearchConfig,
     eps: float,
     top_k: int,
+    backoff: float,
     data: st.DataObject,
 ) -> None:
-    config = replace(base, beam=beam, eps=eps, top_k=top_k)
+    config = replace(base, beam=beam, eps=eps, top_k=top_k, backoff=backoff)
     log_probs = torch.tensor([[data.draw(cell) for _ in range(k)] for _ in range(d)]).reshape(d, k).float()
     tokens = torch.tensor([[data.draw(st.integers(-1, 7)) for _ in range(k)] for _ in range(d)]).reshape(d, k).int()
     context = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=5))
@@ -72,7 +77,7 @@ def test_tree_is_bit_equal_to_the_plain_twin(
     tree = build_tree(context[-1], log_probs, tokens, context, budget, index, config, eos_ids)
 
     T.check(tree)
-    g = None if index is None else lambda path, token: float(index.probabilities(path, [token])[0])
+    g = None if index is None else lambda path, token: float(index.probabilities(path, [token], backoff=backoff)[0])
     expected = twin.search(context[-1], log_probs.tolist(), tokens.tolist(), context, budget, g, config, eos_ids)
     assert tree.tokens.tolist() == expected[0]
     assert tree.parents.tolist() == expected[1]
@@ -83,6 +88,47 @@ def test_tree_is_bit_equal_to_the_plain_twin(
     for node, children in enumerate(T.children(tree)):
         assert len({tree.tokens[c].item() for c in children}) == len(children)
         assert not (children and tree.tokens[node].item() in eos_ids)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    text=st.lists(st.integers(0, 7), max_size=30),
+    index=st.sampled_from(INDEXES),
+    weight=st.sampled_from([0.0, 0.3, 1.0]),
+    backoff=st.sampled_from([1.0, 0.4]),
+    seed=st.integers(0, 100),
+)
+def test_a_texts_own_counts_are_mixed_in_as_the_plain_twin_says(
+    text: list[int], index: NgramIndex | None, weight: float, backoff: float, seed: int
+) -> None:
+    order = 3
+    config = replace(SearchConfig.paper(), text_weight=weight, backoff=backoff, beam=4)
+    live = _core.LiveCounts(order, 0, np.empty(0, dtype=np.int32))
+    live.add(np.array(text, dtype=np.int32), 0)
+    counts = count_grams([text], order)
+
+    def g(path: Sequence[int], token: int) -> float:
+        own = 0.0
+        for length in range(min(order - 1, len(path)), 0, -1):
+            prefix = tuple(path[len(path) - length :])
+            if (*prefix, token) in counts:
+                followers = sum(counts.get((*prefix, t), 0) for t in range(8))
+                own = backoff ** (order - 1 - length) * (counts[*prefix, token] / followers)
+                break
+        if index is None:
+            return own
+        return (1.0 - weight) * float(index.probabilities(path, [token], backoff=backoff)[0]) + weight * own
+
+    log_probs, tokens = lattice(seed, d=3, k=6)
+    context = [*text, 5]
+    tree = build_tree(5, log_probs, tokens, context, 40, index, config, frozenset({4}), live)
+    expected = twin.search(5, log_probs.tolist(), tokens.tolist(), context, 40, g, config, frozenset({4}))
+    assert (tree.tokens.tolist(), tree.parents.tolist()) == expected[:2]
+    assert tree.scores.tolist() == np.float32(expected[2]).tolist()
+    (batched,) = build_trees(
+        log_probs[None], tokens[None], [context], [40], index, config, frozenset({4}), texts=[live]
+    )  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(tree, batched, strict=True))
 
 
 @pytest.mark.parametrize("vocab", [5000, 70_000])  # tokens of 2 and of 4 bytes
@@ -129,6 +175,34 @@ def test_a_smaller_budget_gives_the_first_nodes_of_the_larger_tree() -> None:
         small = build_tree(3, log_probs, tokens, [2, 3], budget, INDEXES[1], SearchConfig(), NONE)
         assert all(torch.equal(a, b[: budget + 1]) for a, b in zip(small, full, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(small, T.truncate(full, budget), strict=True))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_many_sequences_a_call_give_the_trees_of_one_by_one(threads: int) -> None:
+    generator = np.random.default_rng(7)
+    for index in (None, INDEXES[2], INDEXES[-1]):
+        cases = [lattice(s) for s in range(7)]
+        contexts = [generator.integers(0, 8, 1 + s).tolist() for s in range(7)]
+        budgets = [0, 5, 59, 30, 1, 2000, 7]
+        config, eos = SearchConfig.paper(), frozenset({4})
+        log_probs, tokens = (torch.stack([c[i] for c in cases]) for i in (0, 1))
+        found = build_trees(log_probs, tokens, contexts, budgets, index, config, eos, threads=threads)
+        for case, context, budget, tree in zip(cases, contexts, budgets, found, strict=True):
+            alone = build_tree(context[-1], *case, context, budget, index, config, eos)
+            assert all(torch.equal(a, b) for a, b in zip(tree, alone, strict=True))
+    assert build_trees(torch.empty(0, 8, 25), torch.empty(0, 8, 25, dtype=torch.int32), [], [], None, config, eos) == []
+
+
+def test_badly_matched_batches_are_refused() -> None:
+    log_probs, tokens = (x[None] for x in lattice(0))
+    for contexts, budgets, message in (
+        ([], [5], "0 contexts for 1 lattices"),
+        ([[1]], [5, 5], "2 budgets for 1 lattices"),
+        ([[]], [5], "context 0 is empty"),
+        ([[1]], [-1], "budget is -1"),
+    ):
+        with pytest.raises(DartspecError, match=message):
+            build_trees(log_probs, tokens, contexts, budgets, None, SearchConfig(), NONE)  # type: ignore[arg-type]
 
 
 def test_a_search_leaves_nothing_behind_for_the_next_and_threads_do_not_meet() -> None:
@@ -178,6 +252,7 @@ def test_presets() -> None:
     [({"top_k": 0}, "top_k is 0"), ({"beam": 0}, "beam is 0"), ({"budget": -1}, "budget is -1"),
      ({"beam": 2.0}, "beam is 2.0"),
      ({"eps": 0.0}, "eps is 0"), ({"logit_decay": 0.0}, "logit_decay is 0"), ({"ngram_weight": -1.0}, "not negative"),
+     ({"backoff": 0.0}, "backoff is 0"), ({"text_weight": 1.5}, "text_weight is 1.5"),
      ({"level_exponent": float("nan")}, "finite number"), ({"ngram_at_level0": 1}, "true or false")],
 )  # fmt: skip
 def test_bad_config_is_refused(options: dict[str, object], message: str) -> None:

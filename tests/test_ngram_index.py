@@ -76,6 +76,10 @@ def test_counts_and_back_off_equal_the_plain_twin(
         found = index.probabilities(at, range(VOCAB))
         # so few distinct values that the 8-bit form holds each as float32
         np.testing.assert_allclose(found, expected, rtol=1e-12 if exact else 1e-6, atol=0)
+        weaker = [twin.probability(counts, order, at, token, 0.4) for token in range(VOCAB)]
+        np.testing.assert_allclose(
+            index.probabilities(at, range(VOCAB), backoff=0.4), weaker, rtol=1e-12 if exact else 1e-6, atol=0
+        )
         if exact:
             assert index.continuations(at, 4) == twin.continuations(counts, order, at, 4)
 
@@ -98,6 +102,33 @@ def test_unseen_unknown_and_empty_contexts_say_nothing() -> None:
     empty = build([])
     assert empty.num_nodes == 0
     assert empty.continuations([1, 2], 5) == []
+
+
+def test_many_contexts_a_call_are_answered_as_one_by_one() -> None:
+    generator = np.random.default_rng(4)
+    documents = [(generator.zipf(1.4, 4000) % 300).tolist() for _ in range(10)]
+    for order in (2, 3, 5):
+        for exact in (True, False):
+            index = build(documents, order=order, vocab_size=300, exact=exact)
+            contexts = (generator.zipf(1.4, (70, 4)) % 300).astype(np.int32)
+            contexts[generator.random((70, 4)).cumsum(axis=1) < 0.8] = -1  # shorter ones
+            shared = generator.integers(-1, 300, (1, 25)).astype(np.int32)
+            own = generator.integers(-1, 300, (70, 25)).astype(np.int32)
+            for tokens in (shared, own):
+                found = index.score(contexts, tokens)
+                for i, context in enumerate(contexts):
+                    state = [t for t in context.tolist() if t >= 0]
+                    seen = dict(index.continuations(state, 300))
+                    row = tokens[0] if len(tokens) == 1 else tokens[i]
+                    assert found[i].tolist() == [seen.get(t, 0.0) for t in row.tolist()]
+
+
+@pytest.mark.parametrize("options", [{"preload": True}, {"huge_pages": True}, {"interleave": True, "preload": True}])
+def test_however_it_is_brought_into_memory_it_says_the_same(tmp_path: Path, options: dict[str, bool]) -> None:
+    built = build([[0, 1, 2, 3], [0, 1, 4]])
+    built.save(tmp_path / "i")
+    opened = NgramIndex.open(tmp_path / "i", verify=True, **options)  # type: ignore[arg-type]
+    assert opened.continuations([0, 1], 9) == built.continuations([0, 1], 9)
 
 
 def test_8_bit_log_probabilities_stay_within_the_stated_error() -> None:

@@ -59,8 +59,7 @@ void NgramQuery::bind(const NgramIndex& index) {
   order_ = index.info().order;
   for (int m = order_ - 1; m >= 1; --m) factor_[m] = m == order_ - 1 ? 1.0 : factor_[m + 1] * backoff_;
   if (index.info().exact) return;
-  at_least(code_value_, static_cast<std::size_t>(kMaxOrder + 1) * kCodes);
-  at_least(code_term_, code_value_.size());
+  code_value_.resize(static_cast<std::size_t>(order_ + 1) * kCodes);
   for (int level = 2; level <= order_; ++level)
     for (int code = 0; code < kCodes; ++code)
       code_value_[level * kCodes + code] = factor_[level - 1] * index.code_probability(level, static_cast<std::uint32_t>(code));

@@ -33,12 +33,15 @@ def count_grams(
     return {gram: count for gram, count in counts.items() if count >= min_count}
 
 
-def probability(counts: dict[Gram, int], order: int, context: Sequence[int], token: int) -> float:
+def probability(counts: dict[Gram, int], order: int, context: Sequence[int], token: int, backoff: float = 1.0) -> float:
     longest = min(order - 1, len(context))
     for length in range(longest, 0, -1):
         prefix = tuple(context[len(context) - length :])
         if (*prefix, token) in counts:
-            return counts[*prefix, token] / counts[prefix]
+            factor = 1.0
+            for _ in range(order - 1 - length):
+                factor *= backoff
+            return factor * (counts[*prefix, token] / counts[prefix])
     return 0.0
 
 
