@@ -203,6 +203,79 @@ def rivals(result: dict[str, Any]) -> str:
     return f"{result['tokens'] / 1e6:.2f} M tokens trained, {result['num_prompts']} prompts:\n\n{table}"
 
 
+def ngram_build(result: dict[str, Any]) -> str:
+    """`build_index.py`: rates from token ids, memory, against the official program and a dictionary."""
+    body = [
+        [
+            r["case"],
+            f"**{r['m_tokens_per_s']:.1f}** ({r['slowest']:.1f} to {r['fastest']:.1f})",
+            f"{r['times_official']:.1f}x",
+            f"{result['tokens'] / r['count_s'] / 1e6:.0f}",
+            f"{r['peak_mib']} ({r['base_mib']})",
+            f"{r['spilled_mib']}",
+            f"{r['nodes'] / 1e6:.1f} M",
+            f"{r['bytes_per_node']:.2f}",
+        ]
+        for r in result["cases"]
+    ]
+    header = ["case", "M tokens/s", "official's 2.4", "counting alone", "MiB at most (program)", "MiB of runs", "nodes"]
+    return (
+        f"{result['tokens'] / 1e6:.1f} M tokens in {result['documents']:,} documents, vocabulary "
+        f"{result['vocab_size']:,}; a dictionary in Python counts {result['twin_tokens_per_s'] / 1e6:.2f} M tokens/s.\n\n"
+        + rows([*header, "bytes a node"], body)
+    )
+
+
+def continuity(result: dict[str, Any]) -> str:
+    """`continuity.py`: M by what the index is made of, with the running text, and as a live table grows."""
+    sizes = [key for key in result["indexes"][0] if key.startswith("M at ")]
+    by = {(r["index"], r["text"]): r for r in result["indexes"]}
+    names = list(dict.fromkeys(r["index"] for r in result["indexes"]))
+    made_of = [
+        [name, f"{by[name, 'none']['nodes_in_index'] / 1e6:.2f} M"]
+        + [f"{by[name, form][m]:.2f}" for m in sizes for form in ("none", "running text")]
+        for name in names
+    ]
+    live = [
+        [r["index"], f"{r['served']:,}", f"{r['live_grams']:,}", *(f"{r[m]:.2f}" for m in sizes)]
+        for r in result["live"]
+    ]
+    header = [f"{m}{form}" for m in sizes for form in (" nodes", ", running text")]
+    return (
+        f"{result['tokens'] / 1e6:.2f} M tokens of own answers, {result['corpus_tokens'] / 1e6:.1f} M of corpus, "
+        f"{result['texts']} recorded answers to other prompts.\n\n"
+        + rows(["index", "its nodes", *header], made_of)
+        + "\n\nA live table beside an index, after so many tokens of answers had been served:\n\n"
+        + rows(["index", "served", "live grams", *(f"{m} nodes" for m in sizes)], live)
+    )
+
+
+def methods(result: dict[str, Any]) -> str:
+    """`bench run --no-plain` of several methods: committed tokens a round, set by set."""
+    names = list(dict.fromkeys(r["method"] for r in result["rows"]))
+    by = {(r["suite"], r["method"]): r for r in result["rows"]}
+    body = [[suite, *(f"{by[suite, m]['M']:.2f}" for m in names)] for suite in dict.fromkeys(s for s, _ in by)]
+    return rows(["M", *(f"`{name}`" for name in names)], body)
+
+
+def soundness(result: dict[str, Any]) -> str:
+    """`soundness.py`: what ours and transformers' accept."""
+    body = [[r["system"], f"{r['new_tokens']}", f"{r['forwards']}", f"{r['accepted']}"] for r in result["systems"]]
+    return f"{result['prompts']} prompts, {result['texts_equal']} of the texts equal.\n\n" + rows(
+        ["", "new tokens", "forwards of the target", "drafts accepted"], body
+    )
+
+
+def vllm(result: dict[str, Any]) -> str:
+    """`vllm_chain.py`: equality with vLLM, and M as a chain."""
+    curve = result["M_as_a_chain"]
+    return (
+        f"{result['texts_equal']} of {result['prompts']} texts equal; {result['drafts_equal']} of {result['drafts']} "
+        f"drafts in {result['rounds']} rounds equal, {result['steps']} tokens a round.\n\n"
+        + rows(["drafts a round", *curve], [["M as a chain", *(f"{m:.2f}" for m in curve.values())]])
+    )
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "table-t0": speed,
     "table-t08": speed,
@@ -211,12 +284,18 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "load": load_table,
     "scheduler": scheduler,
     "rivals": rivals,
+    "copying": methods,
+    "soundness": soundness,
+    "vllm": vllm,
+    "ngram-build": ngram_build,
+    "continuity": continuity,
 }
 PAGES = (
     (ROOT / "README.md", "docs/results"),
     (ROOT / "docs" / "numbers.md", "results"),
     (ROOT / "docs" / "methods.md", "results"),
     (ROOT / "docs" / "serving-many.md", "results"),
+    (ROOT / "docs" / "building-an-index.md", "results"),
 )
 
 
