@@ -286,6 +286,43 @@ def test_one_call_for_all_layers_gives_the_bits_of_one_call_each(name):
 
 
 @needs_kernel
+@pytest.mark.parametrize(("name", "goes"), [("LlamaConfig", True), ("Qwen3Config", True), ("GraniteConfig", False)])
+def test_a_forward_without_the_models_own_code_gives_its_bits(name, goes):
+    from dartspec.target.target import FINAL, Target
+
+    got = []
+    for short in (True, False):
+        model = tiny(name)
+        fast.accelerate(model, ids(), 1)
+        target = Target(model)
+        assert (target.straight is not None) == goes
+        if not short:
+            target.straight = None
+        session = target.session(2, 40, (0, 1, 3, FINAL))
+        read = [session.prefill(slot, list(range(3, 12 + slot))) for slot in (0, 1)]
+        from dartspec.tree import merge_paths
+
+        trees = [merge_paths(5, [[6, 7], [6, 8, 9]], 9), merge_paths(4, [[10], [11, 12]], 9)]
+        got.append([t for s in (*read, *session.score([0, 1], trees)) for t in (s.logits, s.features)])
+    assert all(torch.equal(a, b) for a, b in zip(*got, strict=True))
+
+
+@needs_kernel
+def test_a_hook_on_any_part_brings_the_models_own_forward_back():
+    from dartspec.target.target import Target
+
+    model = tiny("LlamaConfig")
+    fast.accelerate(model, ids(), 1)
+    target = Target(model)
+    assert target.straight is not None
+    heard = []
+    model.model.norm.register_forward_hook(lambda *_: heard.append(1))
+    session = target.session(1, 40)
+    session.prefill(0, [3, 4, 5])
+    assert heard
+
+
+@needs_kernel
 def test_a_hook_that_changes_a_layers_output_is_heard():
     def double(_module, _args, out):
         return out * 2

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -406,7 +406,7 @@ class _Stack:
 
     def begin(self, x: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor], cache: Any) -> Tensor | None:
         """Layer 0's output, and all the others' for `following`; None where it must compute for itself."""
-        outputs = None if mask is None else self._run(x, mask, rotary, cache)
+        outputs = None if mask is None else self.run(x, mask, rotary, cache)
         if outputs is None:
             self._outputs = ()
             return None
@@ -429,7 +429,7 @@ class _Stack:
             self._outputs, self._given = (), (None, None, None)
         return outputs[i]
 
-    def _run(self, x: Tensor, mask: Tensor, rotary: tuple[Tensor, Tensor], cache: Any) -> tuple[Tensor, ...] | None:
+    def run(self, x: Tensor, mask: Tensor, rotary: tuple[Tensor, Tensor], cache: Any) -> tuple[Tensor, ...] | None:
         raw = cache.raw() if hasattr(cache, "raw") else None
         if raw is None or len(raw.keys) != len(self.layers) or mask.shape[-1] < raw.end:
             return None
@@ -456,6 +456,77 @@ class _Stack:
             self.layers[0].num_threads,
         )
         return made.unbind(0)
+
+
+class Straight:
+    """A whole forward without the model's own code around its layers: embed, rotate, run the layers, norm, head.
+
+    Not known of any architecture but found (`straight`): modules that were seen to make one another's inputs. Its maker
+    compares the logits and hidden states with the model's, bit for bit, before it is used.
+    """
+
+    def __init__(
+        self, embed: nn.Module, rotary: nn.Module, named: bool, stack: _Stack, norm: nn.Module, head: nn.Module
+    ) -> None:
+        self._embed, self._rotary, self._named = embed, rotary, named
+        self._stack, self._norm, self._head = stack, norm, head
+        self._watched = [embed, rotary, norm, head, *stack.layers]
+
+    @torch.inference_mode()
+    def __call__(
+        self, ids: Tensor, positions: Tensor, mask: Any, cache: Any, keep: int, taps: Sequence[int], final: int
+    ) -> tuple[Tensor, list[Tensor]] | None:
+        """Logits of the last `keep` rows (0: of all), and hidden states as `Target.recording` counts them; `final` is
+        the tap behind the norm. None where this call needs the model itself."""
+        if not isinstance(mask, Tensor) or not _plain_mask(mask):
+            return None
+        if self._stack.layers[0].stack is None or any(m._forward_hooks or m._forward_pre_hooks for m in self._watched):
+            return None
+        x: Tensor = self._embed.forward(ids)
+        rotary = self._rotary.forward(x, position_ids=positions) if self._named else self._rotary.forward(x, positions)
+        made = self._stack.run(x, mask, rotary, cache)
+        if made is None:
+            return None
+        last = made[-1][:, -keep:].contiguous() if keep else made[-1]
+        hidden: Tensor = self._norm.forward(last)
+        logits: Tensor = self._head.forward(hidden)
+        states = []
+        for tap in taps:
+            behind = self._norm.forward(made[-1]) if keep and tap == final else hidden
+            states.append(behind if tap == final else made[tap - 1] if tap else x)
+        return logits, states
+
+
+def straight(model: nn.Module, forward: Callable[[], Any]) -> Straight | None:
+    """The parts of a model whose layers are one stack, by watching them in one `forward`; None where they differ."""
+    stacks = {id(m.stack): m.stack for m in model.modules() if isinstance(m, FusedLayer) and m.stack is not None}
+    embed, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    if len(stacks) != 1 or embed is None or head is None:
+        return None
+    (stack,) = stacks.values()
+    given: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    made: dict[nn.Module, Any] = {}
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        given[module], made[module] = (args, kwargs), out
+
+    handles = [m.register_forward_hook(after, with_kwargs=True) for m in model.modules()]
+    try:
+        forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    first, last = stack.layers[0], stack.layers[-1]
+    if first not in given or last not in made or embed not in made:
+        return None
+    args, kwargs = given[first]
+    entered = args[0] if args else kwargs.get("hidden_states")
+    tables = kwargs.get("position_embeddings")
+    rotaries = [m for m, out in made.items() if out is tables]
+    norms = [m for m, (a, _) in given.items() if isinstance(m, FusedRMSNorm) and a and a[0] is made[last]]
+    if entered is not made[embed] or tables is None or len(rotaries) != 1 or len(norms) != 1:
+        return None
+    return Straight(embed, rotaries[0], "position_ids" in given[rotaries[0]][1], stack, norms[0], head)
 
 
 def _plain_mask(mask: Tensor | None) -> bool:
