@@ -90,6 +90,7 @@ def convert(
 
     if to not in ("dartspec", "peagle"):
         raise DartspecError(f"--to is {to!r}; it must be dartspec or peagle")
+    checkpoints.inspect(checkpoint)  # before the model is looked for
     sizes = read_sizes(model)
     if to == "peagle":
         facts = _to_peagle(checkpoint, out, model, steps)
