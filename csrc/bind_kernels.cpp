@@ -365,6 +365,46 @@ void bind_draft(nb::module_& m) {
           },
           "x"_a, "rows"_a, "x_stride"_a, "y"_a, "num_threads"_a,
           "y = x W^T: x (rows, in) bf16, y (rows, out) float32. A row that is not finite gives NaN.");
+  using dartspec::bf16;
+  using dartspec::DraftLayer;
+  using dartspec::PackedLinear;
+  nb::class_<DraftLayer>(m, "DraftLayer",
+                         "One round of a drafter of DART's form for one sequence, in one call. Addresses are of bf16 CPU\n"
+                         "memory that outlives it.")
+      .def(
+          "__init__",
+          [](DraftLayer* self, const PackedLinear& fc, const PackedLinear& qkv, const PackedLinear& out,
+             const PackedLinear& gate_up, const PackedLinear& down, std::array<NormTuple, 4> norms,
+             std::array<std::int64_t, 4> sizes, bool last_twice, Address mask_residual, Address mask_qkv) {
+            const auto norm = [](const NormTuple& t) {
+              return dartspec::Norm{reinterpret_cast<const bf16*>(std::get<0>(t)), std::get<1>(t),
+                                    static_cast<dartspec::NormKind>(std::get<2>(t))};
+            };
+            new (self) DraftLayer{&fc, &qkv, &out, &gate_up, &down, norm(norms[0]), norm(norms[1]), norm(norms[2]),
+                                  norm(norms[3]), sizes[0], sizes[1], sizes[2], sizes[3], last_twice,
+                                  reinterpret_cast<const bf16*>(mask_residual),
+                                  reinterpret_cast<const bf16*>(mask_qkv)};
+          },
+          "fc"_a, "qkv"_a, "out"_a, "gate_up"_a, "down"_a, "norms"_a, "sizes"_a, "last_twice"_a, "mask_residual"_a,
+          "mask_qkv"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
+          nb::keep_alive<1, 6>(),
+          "norms: of embeddings, of features, before the MLP, the last one; (weight address, eps, kind) each. sizes =\n"
+          "(query heads, key heads, head dimension, masks).")
+      .def(
+          "run",
+          [](const DraftLayer& self, Address features, Address embeddings, std::int64_t rows, Address cos, Address sin,
+             Address keys, Address values, std::int64_t head_stride, std::int64_t at, Address y, int num_threads) {
+            if (rows < 1 || at < 0) throw std::invalid_argument("at least one clean row is needed");
+            nb::gil_scoped_release release;
+            self.run(reinterpret_cast<const bf16*>(features), reinterpret_cast<const bf16*>(embeddings), rows,
+                     reinterpret_cast<const float*>(cos), reinterpret_cast<const float*>(sin),
+                     reinterpret_cast<bf16*>(keys), reinterpret_cast<bf16*>(values), head_stride, at,
+                     reinterpret_cast<bf16*>(y), num_threads);
+          },
+          "features"_a, "embeddings"_a, "rows"_a, "cos"_a, "sin"_a, "keys"_a, "values"_a, "head_stride"_a, "at"_a,
+          "y"_a, "num_threads"_a,
+          "features (rows, n_taps * H) and embeddings (rows, H) contiguous; cos, sin (positions, dim) float32; keys and\n"
+          "values (key heads, capacity, dim), positions [at, at + rows + masks) are written; y (masks + 1, H).");
   m.def(
       "top_log_probs",
       [](Address logits, std::int64_t rows, std::int64_t size, std::int64_t k, Address log_probs, Address index) {

@@ -238,6 +238,90 @@ void top_log_probs(const float* logits, std::int64_t rows, std::int64_t size, st
   }
 }
 
+namespace {
+
+bf16 narrow(float value) {  // to the nearest, ties to even, as the processor does
+  const auto bits = __builtin_bit_cast(std::uint32_t, value);
+  if (value != value) return static_cast<bf16>(bits >> 16 | 0x40);
+  return static_cast<bf16>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+// (dim) values in place: halves rotated against each other, every product and sum in float32, rounded once.
+void rotate(bf16* x, std::int64_t dim, const float* cos, const float* sin) {
+  const std::int64_t half = dim / 2;
+  for (std::int64_t i = 0; i < half; ++i) {
+    const float low = widen(x[i]), high = widen(x[i + half]);
+    x[i] = narrow(low * cos[i] + -high * sin[i]);
+    x[i + half] = narrow(high * cos[i + half] + low * sin[i + half]);
+  }
+}
+
+void add(const bf16* a, const bf16* b, std::int64_t size, bf16* y) {
+  for (std::int64_t i = 0; i < size; ++i) y[i] = narrow(widen(a[i]) + widen(b[i]));
+}
+
+void norm(const Norm& n, const bf16* x, std::int64_t rows, std::int64_t size, bf16* y, std::int64_t y_stride) {
+  rms_norm(x, rows, size, size, n.weight, n.eps, n.kind, y, y_stride);
+}
+
+}  // namespace
+
+void DraftLayer::run(const bf16* features, const bf16* embeddings, std::int64_t rows, const float* cos,
+                     const float* sin, bf16* keys, bf16* values, std::int64_t head_stride, std::int64_t at, bf16* y,
+                     int num_threads) const {
+  thread_local std::vector<bf16> memory;
+  const std::int64_t hidden = fc->out_features(), width = qkv->out_features(), inner = heads * dim;
+  const std::int64_t all = rows + masks, d = masks + 1;
+  memory.resize(static_cast<std::size_t>(rows * 3 * hidden + all * width + d * (inner + 2 * hidden)));
+  bf16* residual = memory.data();           // (rows, hidden)
+  bf16* x = residual + rows * hidden;       // (rows, 2 hidden)
+  bf16* ready = x + rows * 2 * hidden;      // (all, width)
+  bf16* attended = ready + all * width;     // (d, inner)
+  bf16* h = attended + d * inner;           // (d, hidden)
+  bf16* normed = h + d * hidden;            // (d, hidden)
+
+  fc->apply(features, rows, fc->in_features(), residual, hidden, false, num_threads);
+  norm(embedding, embeddings, rows, hidden, x, 2 * hidden);
+  norm(feature, residual, rows, hidden, x + hidden, 2 * hidden);
+  qkv->apply(x, rows, 2 * hidden, ready, width, false, num_threads);
+  for (std::int64_t r = 0; r < all; ++r) {
+    bf16* row = ready + r * width;
+    if (r >= rows) std::copy_n(mask_qkv, width, row);
+    for (std::int64_t i = 0; i < heads + kv_heads; ++i) rotate(row + i * dim, dim, cos + (at + r) * dim, sin + (at + r) * dim);
+    for (std::int64_t i = 0; i < kv_heads; ++i) {
+      const std::int64_t to = i * head_stride + (at + r) * dim;
+      std::copy_n(row + inner + i * dim, dim, keys + to);
+      std::copy_n(row + inner + (kv_heads + i) * dim, dim, values + to);
+    }
+  }
+  AttentionArgs args{};
+  args.q = ready + (rows - 1) * width;
+  args.k = keys;
+  args.v = values;
+  args.out = attended;
+  args.batch = 1;
+  args.heads = heads;
+  args.kv_heads = kv_heads;
+  args.rows = d;
+  args.keys = at + all;
+  args.dim = args.value_dim = dim;
+  args.q_stride = {0, dim, width};
+  args.k_stride = args.v_stride = {0, head_stride, dim};
+  args.out_stride = {0, dim, inner};
+  args.scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim)));
+  args.causal = true;
+  args.num_threads = num_threads;
+  attention(args);
+  out->apply(attended, d, inner, h, hidden, false, num_threads);
+  add(residual + (rows - 1) * hidden, h, hidden, h);
+  for (std::int64_t m = 1; m < d; ++m) add(mask_residual, h + m * hidden, hidden, h + m * hidden);
+  norm(second, h, d, hidden, normed, hidden);
+  gated_mlp(*gate_up, *down, normed, d, hidden, normed, hidden, num_threads);
+  add(h, normed, d * hidden, h);
+  norm(last, h, d, hidden, last_twice ? normed : y, hidden);
+  if (last_twice) norm(last, normed, d, hidden, y, hidden);
+}
+
 #else  // not x86-64: nobody may call these, since draft_kernels_supported() is false
 
 bool draft_kernels_supported() { return false; }
@@ -248,6 +332,8 @@ Int8Linear::Int8Linear(const bf16*, std::int64_t, std::int64_t) : out_(0), in_(0
 
 void Int8Linear::apply(const bf16*, std::int64_t, std::int64_t, float*, int) const {}
 void top_log_probs(const float*, std::int64_t, std::int64_t, std::int64_t, float*, std::int32_t*) {}
+void DraftLayer::run(const bf16*, const bf16*, std::int64_t, const float*, const float*, bf16*, bf16*, std::int64_t,
+                     std::int64_t, bf16*, int) const {}
 
 #endif
 

@@ -44,4 +44,21 @@ class Int8Linear {
 void top_log_probs(const float* logits, std::int64_t rows, std::int64_t size, std::int64_t k, float* log_probs,
                    std::int32_t* index);
 
+// One round of a drafter of DART's form for one sequence (`drafters/dart.py`): the layer over `rows` new clean rows and the
+// masks behind them. What it computes is what the kernels of kernels.hpp compute one by one, bit for bit.
+class DraftLayer {
+ public:
+  const PackedLinear *fc, *qkv, *out, *gate_up, *down;
+  Norm embedding, feature, second, last;
+  std::int64_t heads, kv_heads, dim, masks;
+  bool last_twice;
+  const bf16 *mask_residual, *mask_qkv;  // (hidden), ((heads + 2 kv_heads) dim): all masks are alike
+
+  // features (rows, fc.in), embeddings (rows, hidden); cos, sin: (>= at + rows + masks, dim) float32; keys, values:
+  // (kv_heads, capacity, dim), `head_stride` elements from head to head, the first `at` positions filled: the clean rows'
+  // follow, and the masks' behind them. y (masks + 1, hidden): the last clean row and the masks, final norm applied.
+  void run(const bf16* features, const bf16* embeddings, std::int64_t rows, const float* cos, const float* sin,
+           bf16* keys, bf16* values, std::int64_t head_stride, std::int64_t at, bf16* y, int num_threads) const;
+};
+
 }  // namespace dartspec

@@ -188,22 +188,22 @@ class Product:
         self.out_features = sum(len(w) for w in weights)
         self.in_features = weights[0].shape[1]
         self.num_threads = num_threads
-        self._packed: _core.PackedLinear | None = None
+        self.packed: _core.PackedLinear | None = None
         if packed:
             weights = [w.contiguous() for w in weights]
             parts = [(w.data_ptr(), len(w), self.in_features, 0) for w in weights]
-            self._packed = _core.PackedLinear(parts, self.in_features)
+            self.packed = _core.PackedLinear(parts, self.in_features)
         else:
             self._weight = torch.cat(list(weights)).contiguous()
 
     def __call__(self, x: Tensor, float32: bool = False) -> Tensor:
         """(n, in) -> (n, out) in x's dtype, or in float32 when asked."""
-        if self._packed is None:
+        if self.packed is None:
             y = nn.functional.linear(x, self._weight)
             return y.float() if float32 else y
         x = x if x.is_contiguous() else x.contiguous()
         out = torch.empty(len(x), self.out_features, dtype=torch.float32 if float32 else x.dtype)
-        self._packed.apply(
+        self.packed.apply(
             x.data_ptr(), len(x), self.in_features, out.data_ptr(), self.out_features, float32, self.num_threads
         )
         return out
@@ -215,25 +215,25 @@ class Gated:
     def __init__(self, mlp: GatedMLP, packed: bool, num_threads: int) -> None:
         gate, up, down = (w.weight.detach() for w in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
         self.num_threads = num_threads
-        self._gate_up: _core.PackedLinear | None = None
+        self.gate_up: _core.PackedLinear | None = None
         if packed:
             gate, up, down = gate.contiguous(), up.contiguous(), down.contiguous()
             size, inner = gate.shape[1], len(gate)
             parts = [(w.data_ptr(), inner, size, 0) for w in (gate, up)]
-            self._gate_up = _core.PackedLinear.gated(parts, size, 0)
-            self._down = _core.PackedLinear([(down.data_ptr(), size, inner, 0)], inner)
+            self.gate_up = _core.PackedLinear.gated(parts, size, 0)
+            self.down = _core.PackedLinear([(down.data_ptr(), size, inner, 0)], inner)
         else:
             self._weights = torch.cat((gate, up)), down.contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
         """(n, H) -> (n, H)."""
-        if self._gate_up is None:
+        if self.gate_up is None:
             gate_up, down = self._weights
             gate, up = nn.functional.linear(x, gate_up).chunk(2, dim=-1)
             return nn.functional.linear(nn.functional.silu(gate) * up, down)
         n, size = x.shape
         out = torch.empty_like(x)
-        _core.gated_mlp(self._gate_up, self._down, x.data_ptr(), n, size, out.data_ptr(), size, self.num_threads)
+        _core.gated_mlp(self.gate_up, self.down, x.data_ptr(), n, size, out.data_ptr(), size, self.num_threads)
         return out
 
 

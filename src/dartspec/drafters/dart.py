@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dartspec import _core
 from dartspec.drafters._checkpoint import DraftNet, LayerConfig, NetConfig, check_target
 from dartspec.drafters._nn import (
     FusedLayer,
@@ -300,10 +301,30 @@ class DartDrafter:
             m = c.num_masks
             self._mask_residual = residual.expand(m, -1).contiguous()
             self._mask_qkv = self._qkv(x).expand(m, -1).contiguous()
+        self._layer = self._in_one_call() if packed else None
         self._cos, self._sin = rope_table(torch.arange(0, device=device), c.head_dim, c.rope_theta)
         # where the target's forwards are recorded (CUDA), so are the drafter's
         recorder = None if packed else getattr(view, "recorder", None)
         self._recorded = RecordedDraft(self, recorder, self.search.top_k) if recorder is not None else None
+
+    def _in_one_call(self) -> _core.DraftLayer:
+        """The layer as one call of the core, for a sequence alone: Python takes as long as so few rows' products."""
+        c, mlp = self.config, self._mlp
+        norms = self._embedding_norm, self._feature_norm, self._mlp_norm, self._final_norm
+        parts = self._fc.packed, self._qkv.packed, self._o.packed, mlp.gate_up, mlp.down
+        fc, qkv, out, gate_up, down = (part for part in parts if part is not None)
+        return _core.DraftLayer(
+            fc,
+            qkv,
+            out,
+            gate_up,
+            down,
+            [(n.weight.data_ptr(), n.eps, 0) for n in norms],
+            (c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.num_masks),
+            c.final_norm_twice,
+            self._mask_residual.data_ptr(),
+            self._mask_qkv.data_ptr(),
+        )
 
     # -- the interface ---------------------------------------------------------------------------------------------
 
@@ -375,6 +396,8 @@ class DartDrafter:
         each, then its masks."""
         c = self.config
         d = c.d
+        if self._layer is not None and len(rest) == 1:
+            return self._alone(*rest[0])
         width = c.num_attention_heads * c.head_dim
         attended = torch.empty(len(rest) * d, width, dtype=self.view.dtype, device=self.view.device)
         residual = torch.empty(len(rest) * d, c.hidden_size, dtype=self.view.dtype, device=self.view.device)
@@ -382,6 +405,29 @@ class DartDrafter:
             span = slice(i * d, (i + 1) * d)
             self._last_rows(prefix, features, ids, residual[span], attended[span])
         return self._finish(residual, attended)
+
+    def _alone(self, prefix: Prefix, features: Tensor, ids: Tensor) -> Tensor:
+        """`_forward` of one sequence in one call."""
+        assert self._layer is not None
+        features = features.contiguous()
+        embeddings = self.view.embed(ids).to(features.dtype).contiguous()
+        y = torch.empty(self.config.d, self.config.hidden_size, dtype=features.dtype)
+        keys, values, at = prefix.keys, prefix.values, prefix.length
+        self._layer.run(
+            features.data_ptr(),
+            embeddings.data_ptr(),
+            len(ids),
+            self._cos.data_ptr(),
+            self._sin.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            keys.stride(0),
+            at,
+            y.data_ptr(),
+            self._threads,
+        )
+        prefix.length = at + len(ids)  # the masks' entries lie behind it and will be overwritten
+        return y
 
     def _read_beginning(self, prefix: Prefix, features: Tensor, ids: Tensor) -> tuple[Prefix, Tensor, Tensor]:
         """Reads all but a few of a sequence's new rows, and returns those left."""
