@@ -18,7 +18,7 @@ import dartspec
 from dartspec.bench.provenance import provenance
 from dartspec.budget import Adaptive
 from dartspec.budget.calibration import DEPTHS, STEPS
-from dartspec.budget.cost import CostModel
+from dartspec.budget.cost import CostModel, Times
 from dartspec.engine import Request, generate
 from dartspec.types import SamplingParams
 
@@ -37,7 +37,7 @@ def main() -> None:
     a = p.parse_args()
 
     lm = dartspec.load(a.model, drafter=a.drafter, nodes=a.nodes, threads=a.threads)
-    free = CostModel({1: 1.0, 4096: 1.0})  # where rows cost nothing, every drafted node is verified
+    free = CostModel(Times({1: 1.0, 4096: 1.0}))  # where rows cost nothing, every drafted node is verified
     teacher = Adaptive(free, lm.calibration, most_nodes=a.nodes)
     sets = sorted(a.prompts.glob("*.jsonl"))
     jobs = [

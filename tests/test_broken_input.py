@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import dartspec
 import tiny_cli
 from dartspec.api import LM
-from dartspec.budget import cached_rows
+from dartspec.budget import cached_times
 from dartspec.drafters.dart import Config, DartNet
 from dartspec.errors import DartspecError
 from dartspec.ngram.corpus import read_documents
@@ -225,7 +225,7 @@ def test_weights_of_another_kind(folder: Path, name: str, dtype: torch.dtype) ->
 def test_times_that_cannot_be_remembered_are_measured(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.warns(UserWarning, match="cannot be remembered"):
-        times = cached_rows(memory("none").target, tmp_path / "file", "key")
+        times = cached_times(memory("none").target, tmp_path / "file", "key")
     assert min(times) == 1
 
 

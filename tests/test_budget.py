@@ -17,7 +17,7 @@ import tiny
 from dartspec import _core, drafters
 from dartspec.budget import Adaptive, Fixed, subtree
 from dartspec.budget.calibration import DEPTHS, MOST_TRIALS, STEPS, Calibration
-from dartspec.budget.cost import CostModel
+from dartspec.budget.cost import CostModel, Times
 from dartspec.drafters import oracle
 from dartspec.engine import Request, generate
 from dartspec.errors import DartspecError
@@ -204,7 +204,7 @@ def test_a_subtree_keeps_its_nodes_and_their_parents(tree: TokenTree, data: st.D
 
 @given(tree=trees(), slope=st.floats(0.01, 5), rate=st.floats(0.01, 1))
 def test_the_cut_is_the_best_of_all_sizes(tree: TokenTree, slope: float, rate: float) -> None:
-    controller = Adaptive(CostModel({1: 10.0, 101: 10.0 + 100 * slope}), Calibration())
+    controller = Adaptive(CostModel(Times({1: 10.0, 101: 10.0 + 100 * slope})), Calibration())
     controller.join(0, SamplingParams(), 10)
     controller.ask([0], [24])
     controller._rate = rate
@@ -227,11 +227,11 @@ CHAIN = TokenTree(
 
 
 def test_drafts_that_are_always_wrong_end_drafting_and_are_tried_ever_less() -> None:
-    controller = Adaptive(CostModel(LINEAR), Calibration())
+    controller = Adaptive(CostModel(Times(LINEAR)), Calibration())
     controller.join(0, SamplingParams(), 10)
     drafted = [one_round(controller, CHAIN, [0], ms=10.0).num_drafts > 0 for _ in range(600)]
     assert not any(drafted[-100:])  # cut to the root even where it looks
-    controller = Adaptive(CostModel(FREE), Calibration())
+    controller = Adaptive(CostModel(Times(FREE)), Calibration())
     controller.join(0, SamplingParams(), 10)
     asked = []
     for _ in range(1200):
@@ -243,7 +243,7 @@ def test_drafts_that_are_always_wrong_end_drafting_and_are_tried_ever_less() -> 
 
 
 def test_it_comes_back_when_drafts_are_right_again() -> None:
-    controller = Adaptive(CostModel(FREE), Calibration())
+    controller = Adaptive(CostModel(Times(FREE)), Calibration())
     controller.join(0, SamplingParams(), 10)
     for _ in range(300):
         one_round(controller, CHAIN, [0])
@@ -253,7 +253,7 @@ def test_it_comes_back_when_drafts_are_right_again() -> None:
 
 
 def test_a_reshaped_request_teaches_the_others_nothing() -> None:
-    controller = Adaptive(CostModel(FREE), Calibration())
+    controller = Adaptive(CostModel(Times(FREE)), Calibration())
     before = controller.calibration.trials.copy()
     controller.join(0, SamplingParams(logit_bias={3: 50.0}), 10)
     for _ in range(20):
@@ -268,7 +268,7 @@ def test_a_reshaped_request_teaches_the_others_nothing() -> None:
 
 
 def test_reliability_tells_predicted_from_seen() -> None:
-    controller = Adaptive(CostModel(FREE), Calibration())
+    controller = Adaptive(CostModel(Times(FREE)), Calibration())
     controller.join(0, SamplingParams(), 10)
     generator = random.Random(1)
     for _ in range(3000):  # every token of the chain is right with probability 0.7, given the one before
@@ -276,7 +276,7 @@ def test_reliability_tells_predicted_from_seen() -> None:
         while len(walked) < 9 and generator.random() < 0.7:
             walked.append(len(walked))
         one_round(controller, CHAIN, walked)
-    late = Adaptive(CostModel(FREE), controller.calibration)
+    late = Adaptive(CostModel(Times(FREE)), controller.calibration)
     late.join(0, SamplingParams(), 10)
     for _ in range(1500):
         walked = [0]
@@ -289,7 +289,7 @@ def test_reliability_tells_predicted_from_seen() -> None:
 
 
 def test_some_sequences_may_draft_and_others_not() -> None:
-    controller = Adaptive(CostModel({1: 10.0, 9: 12.0, 200: 400.0}), Calibration())
+    controller = Adaptive(CostModel(Times({1: 10.0, 9: 12.0, 200: 400.0})), Calibration())
     right, wrong = list(range(9)), [0]
     for slot in (0, 1):
         controller.join(slot, SamplingParams(), 10)
@@ -310,7 +310,7 @@ def test_some_sequences_may_draft_and_others_not() -> None:
 class Still(CostModel):
     """Times that no clock of this machine changes."""
 
-    def observe(self, times: RoundTimes, sequences: int, drafted: int) -> None:
+    def observe(self, times: RoundTimes, sequences: int, drafted: int, context: float = 0) -> None:
         pass
 
 
@@ -331,7 +331,7 @@ def test_the_text_is_that_of_plain_decoding(rate: float, temperature: float) -> 
     plain = texts(none, Fixed(0), 1)
     whole = tuple(tuple(r.prompt) + tuple(ids) for r, ids in zip(requests, plain, strict=True))
     for batch in (1, 3):
-        controller = Adaptive(Still({1: 5.0, 40: 8.0}), Calibration(), most_nodes=9)
+        controller = Adaptive(Still(Times({1: 5.0, 40: 8.0})), Calibration(), most_nodes=9)
         drafter = oracle.load(oracle.Config(texts=whole, rate=rate, length=4, branches=1), target)
         assert texts(drafter, controller, batch) == plain
         assert controller.num_rounds > 0

@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 
 import tiny
 from dartspec.budget import cost
-from dartspec.budget.cost import CostModel, best_threads, cached_rows, interpolate, measure_rows, rising
+from dartspec.budget.cost import (
+    CONTEXT,
+    CostModel,
+    Times,
+    best_threads,
+    cached_times,
+    interpolate,
+    measure,
+    measure_rows,
+    rising,
+)
 from dartspec.target.target import Target
 from dartspec.types import RoundTimes
 
@@ -63,28 +73,28 @@ def test_a_context_shorter_than_the_measurement_still_works() -> None:
 def test_times_are_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
 
-    def fake(target: Target) -> dict[int, float]:
+    def fake(target: Target) -> Times:
         calls.append(target)
-        return {1: 2.5, 9: 4.0}
+        return Times({1: 2.5, 9: 4.0}, 0.25)
 
-    monkeypatch.setattr(cost, "measure_rows", fake)
+    monkeypatch.setattr(cost, "measure", fake)
     target = Target(tiny.model("llama"))
     folder = tmp_path / "deep" / "er"
-    assert cached_rows(target, folder, "k") == {1: 2.5, 9: 4.0}
-    assert cached_rows(target, folder, "k") == {1: 2.5, 9: 4.0}
+    assert cached_times(target, folder, "k") == ({1: 2.5, 9: 4.0}, 0.25)
+    assert cached_times(target, folder, "k") == ({1: 2.5, 9: 4.0}, 0.25)
     assert len(calls) == 1
-    cached_rows(target, folder, "other")
-    cached_rows(target, folder, "k", again=True)
+    cached_times(target, folder, "other")
+    cached_times(target, folder, "k", again=True)
     assert len(calls) == 3
     assert {p.suffix for p in folder.iterdir()} == {".json"}  # nothing half-written is left behind
 
 
 @pytest.mark.parametrize("broken", ["", '{"1": 2.5, "9"', "[]", "null", '{"a": 1}', '{"1": "x"}', '{"1": null}', "{}"])
 def test_a_broken_file_is_measured_again(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "measure_rows", lambda target: {1: 2.5})
+    monkeypatch.setattr(cost, "measure", lambda target: Times({1: 2.5}))
     (tmp_path / "cost-k.json").write_text(broken)
-    assert cached_rows(Target(tiny.model("llama")), tmp_path, "k") == {1: 2.5}
-    assert json.loads((tmp_path / "cost-k.json").read_text()) == {"1": 2.5}
+    assert cached_times(Target(tiny.model("llama")), tmp_path, "k") == ({1: 2.5}, 0.0)
+    assert json.loads((tmp_path / "cost-k.json").read_text()) == {"0": 0.0, "1": 2.5}
 
 
 @pytest.mark.parametrize(
@@ -110,7 +120,7 @@ def test_no_more_threads_than_bring_something(
 
 
 def test_the_curve_goes_on_and_follows_the_machine() -> None:
-    model = CostModel({1: 10.0, 11: 20.0})
+    model = CostModel(Times({1: 10.0, 11: 20.0}))
     assert model.verify_ms(1, 21).tolist() == pytest.approx([10.0 + n for n in range(21)])
     assert model.verify_ms(4, 3).tolist() == pytest.approx([13.0, 17.0, 21.0])
     for _ in range(200):  # everything takes twice as long, a batch of two four times
@@ -121,7 +131,7 @@ def test_the_curve_goes_on_and_follows_the_machine() -> None:
 
 
 def test_one_stall_is_not_a_new_machine() -> None:
-    model = CostModel({1: 10.0, 11: 20.0})
+    model = CostModel(Times({1: 10.0, 11: 20.0}))
     for _ in range(50):
         model.observe(times(10.0, 1), 1, 0)
     model.observe(times(10_000.0, 1), 1, 0)
@@ -132,7 +142,7 @@ def test_one_stall_is_not_a_new_machine() -> None:
 
 
 def test_one_number_of_rows_may_differ_from_its_neighbours() -> None:
-    model = CostModel({1: 10.0, 11: 20.0})
+    model = CostModel(Times({1: 10.0, 11: 20.0}))
     for _ in range(300):  # 8 rows cost more than was measured, 1 row does not
         model.observe(times(17.0 * 1.3, 8), 1, 0)
         model.observe(times(10.0, 1), 1, 0)
@@ -141,7 +151,7 @@ def test_one_number_of_rows_may_differ_from_its_neighbours() -> None:
 
 
 def test_drafting_is_seen_with_what_it_has_to_catch_up_on() -> None:
-    model = CostModel({1: 10.0})
+    model = CostModel(Times({1: 10.0}))
     assert 0 < model.draft_ms(1) < 10  # a guess, so that it is tried
     for k in range(200):
         model.observe(times(10.0, 1, draft_ms=2.0, read=2), 1, 1)
@@ -156,9 +166,19 @@ def test_drafting_is_seen_with_what_it_has_to_catch_up_on() -> None:
 @given(seed=st.integers(0, 1000))
 def test_noise_does_not_carry_it_away(seed: int) -> None:
     generator = random.Random(seed)
-    model = CostModel({1: 10.0, 61: 40.0})
+    model = CostModel(Times({1: 10.0, 61: 40.0}))
     for _ in range(300):
         rows = generator.randint(1, 30)
         model.observe(times(model.base_ms(rows) * math.exp(generator.gauss(0, 0.1)), rows), 1, 0)
     for rows in (1, 10, 30):
         assert model.verify_ms(1, 30)[rows - 1] == pytest.approx(model.base_ms(rows), rel=0.2)
+
+
+def test_rows_cost_more_behind_a_long_context() -> None:
+    model = CostModel(Times({1: 10.0, 11: 20.0}, 0.001))
+    assert model.verify_ms(2, 2, CONTEXT).tolist() == pytest.approx([11.0, 13.0])
+    assert model.verify_ms(2, 2, CONTEXT + 1000).tolist() == pytest.approx([11.0 + 2, 13.0 + 4])
+    for _ in range(100):
+        model.observe(times(15.0 + 6, 6), 1, 0, CONTEXT + 1000)
+    assert model.verify_ms(1, 6)[5] == pytest.approx(15.0, rel=1e-6)  # just what was expected
+    assert measure(Target(tiny.model("llama"))).row_key == 0  # its context is too short to tell

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dartspec import drafters
 from dartspec.accounting import Metrics
-from dartspec.budget import Adaptive, Calibration, CostModel, Fixed, best_threads, cached_rows, interpolate
+from dartspec.budget import Adaptive, Calibration, CostModel, Fixed, Times, best_threads, cached_times, interpolate
 from dartspec.engine import Chunk, Request, generate
 from dartspec.errors import DartspecError
 from dartspec.target.load import LoadedModel, MemoryPlan, as_target, cache_dir, from_memory, load_model
@@ -105,14 +105,14 @@ class LM:
         """What says how many nodes a round verifies. With nodes="auto", made at first use: this machine's times are
         measured then, once, and remembered."""
         if self._controller is None:
-            self._controller = Adaptive(CostModel(self.row_times()), self.calibration)
+            self._controller = Adaptive(CostModel(self.times()), self.calibration)
         return self._controller
 
-    def row_times(self, *, again: bool = False) -> dict[int, float]:
-        """Milliseconds of the target's forward by rows on this machine: remembered, or measured now."""
+    def times(self, *, again: bool = False) -> Times:
+        """Milliseconds of the target's forward on this machine: remembered, or measured now."""
         t = self.target
         key = f"{t.weights_fingerprint}-{t.dtype}-{t.device.type}-{t.num_threads}".replace(".", "")
-        return cached_rows(t, cache_dir(), key, again=again)
+        return cached_times(t, cache_dir(), key, again=again)
 
     # -- generating --------------------------------------------------------------------------------------------------
 
@@ -322,7 +322,7 @@ def load(
     chosen = _resolve(drafter, target, index)
     lm = LM(target, text, chosen, _nodes(nodes), note)
     if remeasure:
-        lm.row_times(again=True)
+        lm.times(again=True)
     return lm
 
 

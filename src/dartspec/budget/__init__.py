@@ -2,6 +2,16 @@
 
 from dartspec.budget.calibration import Calibration
 from dartspec.budget.controller import Adaptive, Fixed, subtree
-from dartspec.budget.cost import CostModel, best_threads, cached_rows, interpolate
+from dartspec.budget.cost import CostModel, Times, best_threads, cached_times, interpolate
 
-__all__ = ["Adaptive", "Calibration", "CostModel", "Fixed", "best_threads", "cached_rows", "interpolate", "subtree"]
+__all__ = [
+    "Adaptive",
+    "Calibration",
+    "CostModel",
+    "Fixed",
+    "Times",
+    "best_threads",
+    "cached_times",
+    "interpolate",
+    "subtree",
+]

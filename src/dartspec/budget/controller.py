@@ -81,7 +81,8 @@ class _Weighed(NamedTuple):
 class _Slot:
     """What is known of one sequence in progress."""
 
-    def __init__(self, params: SamplingParams, curve: NDArray[np.float64]) -> None:
+    def __init__(self, params: SamplingParams, length: int, curve: NDArray[np.float64]) -> None:
+        self.length = length  # committed tokens
         self.kind = kind_of(params)
         self.reshaped = params.is_reshaped
         self.own = 0.0  # log-odds against the shared calibration
@@ -119,6 +120,7 @@ class Adaptive:
         self._rate = 0.0  # expected tokens a millisecond, of the round that was asked for last
         self._quiet = 0  # rounds since the drafter was last asked
         self._probe = FIRST_PROBE
+        self._context = 0.0  # mean length of the sequences of that round
         self._verify = np.zeros(most_nodes + 1)  # of that round: ms by nodes a sequence
         # by probability: nodes, accepted, sum of the probabilities
         self.bins = np.zeros((NUM_BINS, 3))
@@ -130,7 +132,7 @@ class Adaptive:
         if curve is None:
             near = min(self._curves, key=lambda k: abs(k - kind), default=None)
             curve = self._guess() if near is None else self._curves[near]
-        self._slots[slot] = _Slot(params, curve)
+        self._slots[slot] = _Slot(params, length, curve)
 
     def leave(self, slot: int) -> None:
         self._slots.pop(slot, None)
@@ -143,7 +145,8 @@ class Adaptive:
 
     def ask(self, slots: Sequence[int], room: Sequence[int]) -> list[int]:
         B, most = len(slots), self.most_nodes
-        verify = self._verify = self.costs.verify_ms(B, most + 1)
+        self._context = sum(self._slots[s].length for s in slots) / B
+        verify = self._verify = self.costs.verify_ms(B, most + 1, self._context)
         plain = self._rate = B / float(verify[0] + self.costs.other_ms(False, B))
         asked = [0] * B
         able = [i for i in range(B) if room[i]]
@@ -235,8 +238,9 @@ class Adaptive:
         self.num_rounds += 1
         self.num_plain_rounds += drafted == 0
         if trees:
-            self.costs.observe(times, len(trees), max(drafted, 1) if times.num_read else 0)
+            self.costs.observe(times, len(trees), max(drafted, 1) if times.num_read else 0, self._context)
         for slot, tree, verdict in zip(slots, trees, verdicts, strict=True):
+            self._slots[slot].length += len(verdict.path)
             if tree.num_drafts:
                 self._learn(self._slots[slot], tree, verdict)
 

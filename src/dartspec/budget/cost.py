@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ ROWS = (1, 2, 3, 5, 7, 9, 10, 11, 12, 13, 14, 17, 21, 25, 29, 33, 41, 49, 65, 97
 CONTEXT = 256  # committed tokens behind the rows that are timed
 ROWS_TO_TIME = 600  # the fewer rows, the more often they are timed: about so many rows in all, within REPEATS
 REPEATS = (3, 15)
+LONG_CONTEXT, LONG_ROWS = 2048, 9  # where attention shows
 THREAD_ROWS, THREAD_REPEATS = (1, 9), 3  # what numbers of threads are tried on
 NEARLY = 1.04  # of the least time: fewer threads are taken
 FIRST_SHARE = 0.08  # what draft and search take of a plain step, until they have been seen
@@ -38,14 +39,22 @@ QUICK, SLOW = 0.1, 0.02  # weights of a new round: in what the whole machine doe
 MOST_STEP = 1.0  # of one round, as a logarithm
 
 
-def measure_rows(target: Target, rows: Sequence[int] = ROWS) -> dict[int, float]:
+class Times(NamedTuple):
+    """Milliseconds of a forward on this machine. rows: by rows, root included, CONTEXT committed tokens behind them.
+    row_key: what each row adds for each committed token beyond that (attention)."""
+
+    rows: dict[int, float]
+    row_key: float = 0.0
+
+
+def measure_rows(target: Target, rows: Sequence[int] = ROWS, context: int = CONTEXT) -> dict[int, float]:
     """Milliseconds of one sequence's forward over each number of rows, root included.
 
     Medians of interleaved runs; then the nearest curve that never falls, since more rows never take less time and a
     busy neighbour must not say so. Numbers of rows that the model's context cannot hold are left out.
     """
     rows = [n for n in rows if n <= target.max_positions - 2]
-    context = min(CONTEXT, target.max_positions - max(rows) - 1)
+    context = min(context, target.max_positions - max(rows) - 1)
     session = target.session(1, context + max(rows), ())
     session.prefill(0, [i % target.num_tokens for i in range(3, 3 + context)])
     trees = {n: from_chain([i % target.num_tokens for i in range(5, 5 + n)]) for n in rows}
@@ -64,6 +73,16 @@ def measure_rows(target: Target, rows: Sequence[int] = ROWS) -> dict[int, float]
     return dict(zip(rows, rising([statistics.median(times[n]) for n in rows]), strict=True))
 
 
+def measure(target: Target) -> Times:
+    """Both, measured now."""
+    rows = measure_rows(target)
+    far = min(LONG_CONTEXT, target.max_positions - LONG_ROWS - 2)
+    if far < 2 * CONTEXT:
+        return Times(rows)
+    near_ms, far_ms = (measure_rows(target, (LONG_ROWS,), c)[LONG_ROWS] for c in (CONTEXT, far))
+    return Times(rows, max(0.0, far_ms - near_ms) / LONG_ROWS / (far - CONTEXT))
+
+
 def rising(values: Sequence[float], weights: Sequence[float] | None = None) -> list[float]:
     """The nearest values, in weighted squares, that never fall (pool adjacent violators)."""
     blocks: list[tuple[float, float, int]] = []  # mean, weight, how many
@@ -75,17 +94,18 @@ def rising(values: Sequence[float], weights: Sequence[float] | None = None) -> l
     return [mean for mean, _, n in blocks for _ in range(n)]
 
 
-def cached_rows(target: Target, folder: Path, key: str, *, again: bool = False) -> dict[int, float]:
-    """`measure_rows`, kept in `folder` under `key` (what the times depend on: model, dtype, device, threads).
+def cached_times(target: Target, folder: Path, key: str, *, again: bool = False) -> Times:
+    """`measure`, kept in `folder` under `key` (what the times depend on: model, dtype, device, threads).
 
     again: measure even where they are known. Where the folder cannot be written, a warning, and they are measured again
     next time.
     """
     path = folder / f"cost-{key}.json"
-    if not again and (found := _remembered(path)):
-        return found
-    times = measure_rows(target)
-    _remember(path, times)
+    if not again and len(found := _remembered(path)) > 1:
+        row_key = found.pop(0, 0.0)  # a row alone costs nothing: its place holds the other number
+        return Times(found, row_key)
+    times = measure(target)
+    _remember(path, {0: times.row_key, **times.rows})
     return times
 
 
@@ -95,7 +115,7 @@ def best_threads(
     """The number of CPU threads with which a plain step and a small tree take least time; `use` was called with it.
 
     Powers of two up to `most` are tried, and `most`; the fewest within NEARLY of the best, since threads that bring
-    nothing only disturb others. Kept in `folder` as `cached_rows` are.
+    nothing only disturb others. Kept in `folder` as `cached_times` are.
     """
     path = folder / f"threads-{key}.json"
     counts = sorted({2**k for k in range(most.bit_length()) if 2**k <= most} | {most})
@@ -150,15 +170,15 @@ def interpolate(points: Mapping[int, float], x: int) -> float:
 class CostModel:
     """Milliseconds of a round's stages, predicted from numbers of rows and kept true by what rounds report.
 
-    times: `measure_rows`. Beyond the largest number of rows the last slope goes on.
+    times: Beyond the largest number of rows the last slope goes on.
 
     Two corrections, both factors: one for the machine as it is now (a busy neighbour slows all alike), quick; and one
     for each number of sequences and rows (longer contexts, batches), slow. Draft and search are seen, never measured
     ahead.
     """
 
-    def __init__(self, times: Mapping[int, float]) -> None:
-        self._times = dict(sorted(times.items()))
+    def __init__(self, times: Times) -> None:
+        self._times, self._row_key = dict(sorted(times.rows.items())), times.row_key
         self._curves: dict[int, NDArray[np.float64]] = {}  # by sequences: ms of 1, 2, ... rows each, corrected but for
         self._now = 0.0  # the logarithm of the machine's slowness now
         self._draft: dict[int, float] = {}  # ms of drafting for a class of sequences, nothing to catch up
@@ -175,9 +195,17 @@ class CostModel:
         slope = max(0.0, (self._times[b] - self._times[a]) / (b - a))
         return self._times[b] + slope * (rows - b)
 
-    def verify_ms(self, sequences: int, most_rows: int) -> NDArray[np.float64]:
-        """(most_rows,) the target's forward over so many sequences of 1, 2, ... rows each."""
-        return self._curve(sequences, most_rows)[:most_rows] * math.exp(self._now)
+    def verify_ms(self, sequences: int, most_rows: int, context: float = CONTEXT) -> NDArray[np.float64]:
+        """(most_rows,) the target's forward over so many sequences of 1, 2, ... rows each, their mean committed length
+        being `context`."""
+        curve = self._curve(sequences, most_rows)[:most_rows]
+        if context > CONTEXT and self._row_key:
+            curve = curve + self._attention_ms(sequences, context) * np.arange(1, most_rows + 1)
+        return curve * math.exp(self._now)
+
+    def _attention_ms(self, sequences: int, context: float) -> float:
+        """Of one row each, beyond what the curve holds."""
+        return self._row_key * sequences * max(0.0, context - CONTEXT)
 
     def _curve(self, sequences: int, most_rows: int) -> NDArray[np.float64]:
         curve = self._curves.get(sequences)
@@ -206,11 +234,12 @@ class CostModel:
         key = drafted, _size(sequences)
         return self._other.get(key, self._other.get((not drafted, key[1]), 0.0))
 
-    def observe(self, times: RoundTimes, sequences: int, drafted: int) -> None:
-        """One round of `sequences`, of which `drafted` were drafted for."""
+    def observe(self, times: RoundTimes, sequences: int, drafted: int, context: float = CONTEXT) -> None:
+        """One round of `sequences`, of which `drafted` were drafted for; context: their mean length before it."""
         rows = times.num_padded_rows // sequences
         curve = self._curve(sequences, rows)
-        off = math.log(max(times.verify_ms, 1e-3) / curve[rows - 1]) - self._now
+        predicted = curve[rows - 1] + self._attention_ms(sequences, context) * rows
+        off = math.log(max(times.verify_ms, 1e-3) / predicted) - self._now
         self.errors.append(off)
         if len(self.errors) > 4096:
             del self.errors[:2048]

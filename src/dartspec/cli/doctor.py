@@ -213,7 +213,12 @@ def _measured(
     from dartspec.api import load
 
     lm = load(source, dtype=dtype, device=device, revision=revision, trust_remote_code=trust, remeasure=True)
-    return {"threads": lm.target.num_threads, "ms_by_rows": lm.row_times()}
+    times = lm.times()
+    return {
+        "threads": lm.target.num_threads,
+        "ms_by_rows": times.rows,
+        "ms_by_row_and_1000_tokens": 1e3 * times.row_key,
+    }
 
 
 def _times(times: dict[str, Any]) -> list[tuple[str, str]]:
@@ -230,6 +235,7 @@ def _times(times: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("best threads", str(times["threads"])),
         ("a forward", ", ".join(f"{n} rows {interpolate(ms, n):.1f} ms" for n in shown)),
+        ("attention", f"{times['ms_by_row_and_1000_tokens']:.3f} ms more for each row and 1,000 tokens of context"),
         ("a node pays", f"where it is accepted more often than (by nodes in the tree) {', '.join(pays)}"),
     ]
 
