@@ -226,7 +226,7 @@ def test_times_that_cannot_be_remembered_are_measured(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.warns(UserWarning, match="cannot be remembered"):
         times = cached_times(memory("none").target, tmp_path / "file", "key")
-    assert min(times) == 1
+    assert min(times.rows) == 1
 
 
 @pytest.mark.parametrize("record", [{"text": "a\ud800"}, {"messages": [{"role": "user", "content": "\udfff"}]}])
