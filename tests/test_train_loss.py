@@ -146,7 +146,7 @@ def test_the_teacher_of_offset_t_is_the_target_at_j_plus_t() -> None:
         dart.loss(net, Asked(drawn, view, net.config.taps, net.config.taps, torch.float32))
 
     ask(14, 6, [4, 7], [8])
-    assert seen[0] == ([1, 1, 2, 3, 4, 5], [10, 13, 15, 16, 17, 18], [True] * 6)
+    assert seen[0] == ([1, 1, 2, 3, 4, 5], [10, 13, 15, 16, 17, 18], [True] * 5 + [False])  # the last is beyond
     ask(14, 6, [12], [10, 12])
     assert seen[1][1] == [18, 17, 18, 18, 18, 18, 18, 18, 18]
     assert seen[1][2] == [False, True, False, False, False, False, False, False, False]
