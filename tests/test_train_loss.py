@@ -150,5 +150,5 @@ def test_the_teacher_of_offset_t_is_the_target_at_j_plus_t() -> None:
     ask(14, 6, [12], [10, 12])
     assert seen[1][1] == [18, 17, 18, 18, 18, 18, 18, 18, 18]
     assert seen[1][2] == [False, True, False, False, False, False, False, False, False]
-    ask(14, 6, [3, 4], [])
-    assert seen[2][2] == [False, True]  # row 4 knows the last of the prompt and predicts the first of the answer
+    ask(14, 6, [3, 4], [9])
+    assert seen[2][2][:2] == [False, True]  # row 4 knows the last of the prompt and predicts the first of the answer
