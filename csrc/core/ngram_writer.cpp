@@ -592,7 +592,7 @@ bool IndexWalker::next() {
       own.count = index_->count_of(depth_, value);
     } else {
       const double parent = double(depth_ == 1 ? info.num_tokens : open_[depth_ - 1].count);
-      own.count = std::max<std::uint64_t>(1, static_cast<std::uint64_t>(parent * index_->code_probability(depth_, value) + 0.5));
+      own.count = std::max<std::uint64_t>(1, static_cast<std::uint64_t>(std::min(parent * index_->code_probability(depth_, value) + 0.5, 0x1p62)));
     }
     const NgramIndex::Range range = index_->children(depth_, own.at);
     if (range.size() == 0) return emit(depth_);

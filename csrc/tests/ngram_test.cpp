@@ -81,6 +81,16 @@ int main() {
         CHECK(index.info().num_nodes[order - 1] > 0);
       }
   }
+  {  // a count that no integer holds (found by the fuzzer)
+    std::vector<std::byte> image = bytes_of(toy_index({{1, 2, 1}}, 2, 4, false));
+    IndexHeader h;
+    std::memcpy(&h, image.data(), sizeof h);
+    h.num_tokens = UINT64_MAX;
+    std::memcpy(image.data(), &h, sizeof h);
+    sign_header(image);
+    const NgramIndex index = NgramIndex::from_image(image);
+    for (IndexWalker at(index); at.next();) CHECK(at.count() >= 1);
+  }
   std::mt19937 random(1);
   std::vector<Ids> documents(8);
   for (Ids& d : documents)
