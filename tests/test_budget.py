@@ -17,6 +17,7 @@ import tiny
 from dartspec import _core, drafters
 from dartspec.budget import Adaptive, Fixed, subtree
 from dartspec.budget.calibration import DEPTHS, MOST_TRIALS, STEPS, Calibration
+from dartspec.budget.controller import LAST_PERIOD
 from dartspec.budget.cost import CostModel, Times
 from dartspec.drafters import oracle
 from dartspec.engine import Request, generate
@@ -307,6 +308,12 @@ def test_some_sequences_may_draft_and_others_not() -> None:
     assert asked[1] < 100
 
 
+@pytest.fixture(autouse=True)
+def _look_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a look takes on this machine decides nothing in these tests."""
+    monkeypatch.setattr(Adaptive, "_next_look", lambda self: 1)
+
+
 class Still(CostModel):
     """Times that no clock of this machine changes."""
 
@@ -337,3 +344,39 @@ def test_the_text_is_that_of_plain_decoding(rate: float, temperature: float) -> 
         assert controller.num_rounds > 0
         if rate == 1:
             assert controller.num_plain_rounds < controller.num_rounds / 2
+
+
+def test_between_looks_the_plan_stands() -> None:
+    controller = Adaptive(CostModel(Times(FREE)), Calibration())
+    controller.join(0, SamplingParams(), 10)
+    one_round(controller, CHAIN, list(range(9)))
+    controller._period = 4
+    before = controller.calibration.trials.copy(), controller.bins.copy()
+    sizes = [controller._plan[0]]
+    for _ in range(3):
+        asked = controller.ask([0], [24])
+        assert asked == sizes
+        (cut,) = controller.cut([0], [CHAIN])
+        assert cut is CHAIN
+        controller.observe([0], [cut], [Verdict([0, 1], 0, torch.zeros(0))], times_of([cut]))
+    assert np.array_equal(before[0], controller.calibration.trials)
+    assert np.array_equal(before[1], controller.bins)
+    assert controller._plan[0] > 3
+    controller._period = 9
+    assert controller.ask([0], [3]) == [3]  # never more than there is room for
+    controller._period = 1
+    assert controller.ask([0], [24])[0] > sizes[0]  # a look: more than the plan, to choose from
+    controller.join(1, SamplingParams(), 5)
+    assert len(controller.ask([0, 1], [24, 24])) == 2  # others came: a look at once
+    assert controller._looks
+
+
+def test_looks_take_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    controller = Adaptive(CostModel(Times(FREE)), Calibration())
+    controller._own_ms, controller._round_ms = 0.3, 10.0
+    assert controller._next_look() == 3
+    controller._own_ms = 0.05
+    assert controller._next_look() == 1
+    controller._own_ms = 50.0
+    assert controller._next_look() == LAST_PERIOD

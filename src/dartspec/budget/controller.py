@@ -6,6 +6,8 @@ it decides, the text stays the same.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,6 +29,8 @@ MOST_OWN = 3.0  # of a sequence's own log-odds against the shared ones
 ON, OFF = 1.02, 1.0  # drafting begins where it promises this against plain decoding, and ends below
 FIRST_PROBE, LAST_PROBE = 16, 256  # rounds until it is tried again, doubling
 NUM_BINS = 20  # of the reliability record
+SHARE = 0.01  # of a round's time that the controller may take; it looks at fewer rounds where looking takes more
+LAST_PERIOD = 8  # rounds from one look to the next, at most
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,9 @@ class Adaptive:
     tokens of everybody's best n nodes, a round of B sequences gives B + G(n). `ask` compares the rates with and without
     drafting, from what recent trees promised; `cut` then knows the tree and takes the n with the largest G(n) - rate x
     T(n): nodes that bring more than the same time brings on average. Sequences may differ in whether they draft at all.
+
+    Looking costs time itself. Where it would take more than SHARE of a round, only every second, third, ... round is
+    looked at; the rounds between have the size that the last look found best, and are not learned from.
     """
 
     def __init__(self, costs: CostModel, calibration: Calibration, most_nodes: int = MOST_NODES) -> None:
@@ -125,6 +132,10 @@ class Adaptive:
         # by probability: nodes, accepted, sum of the probabilities
         self.bins = np.zeros((NUM_BINS, 3))
         self.num_rounds = self.num_plain_rounds = 0
+        self._plan: dict[int, int] = {}  # nodes by slot, until the next look
+        self._looks, self._since, self._period = True, 0, 1
+        self._own_ms, self._round_ms = 0.0, 0.0  # what a look takes, and a round
+        self._spent = 0.0  # ms of this look
 
     def join(self, slot: int, params: SamplingParams, length: int) -> None:
         kind = kind_of(params)
@@ -144,6 +155,19 @@ class Adaptive:
     # -- before drafting ---------------------------------------------------------------------------------------------
 
     def ask(self, slots: Sequence[int], room: Sequence[int]) -> list[int]:
+        self._since += 1
+        self._looks = self._since >= self._period or self._plan.keys() != set(slots)
+        if not self._looks:
+            return [min(self._plan[s], r) for s, r in zip(slots, room, strict=True)]
+        began = time.perf_counter()
+        asked = self._ask(slots, room)
+        self._spent = 1e3 * (time.perf_counter() - began)
+        return asked
+
+    def _ask(self, slots: Sequence[int], room: Sequence[int]) -> list[int]:
+        """A look; leaves a plan for the rounds until the next."""
+        rounds, self._since = self._since, 0
+        self._plan = dict.fromkeys(slots, 0)
         B, most = len(slots), self.most_nodes
         self._context = sum(self._slots[s].length for s in slots) / B
         verify = self._verify = self.costs.verify_ms(B, most + 1, self._context)
@@ -176,8 +200,10 @@ class Adaptive:
             self._probe, self._quiet = FIRST_PROBE, 0
             size = min(most, 2 * nodes + 4)  # a good round may use more than the mean one
             chosen = order[:drafting]
+            for i in chosen:
+                self._plan[slots[able[i]]] = nodes
         else:
-            self._quiet += 1
+            self._quiet += rounds
             if self._quiet < self._probe:
                 return asked
             # what the text is like now shows only by drafting
@@ -193,6 +219,18 @@ class Adaptive:
     # -- after drafting ----------------------------------------------------------------------------------------------
 
     def cut(self, slots: Sequence[int], trees: Sequence[TokenTree]) -> list[TokenTree]:
+        if not self._looks:
+            for slot, tree in zip(slots, trees, strict=True):
+                entry = self._slots[slot]
+                entry.given = None
+                entry.behind = 0 if tree.num_drafts else entry.behind + 1
+            return list(trees)
+        began = time.perf_counter()
+        kept = self._cut(slots, trees)
+        self._spent += 1e3 * (time.perf_counter() - began)
+        return kept
+
+    def _cut(self, slots: Sequence[int], trees: Sequence[TokenTree]) -> list[TokenTree]:
         most = self.most_nodes
         gains = np.zeros(most + 1)
         looked: list[_Weighed | None] = []
@@ -234,15 +272,27 @@ class Adaptive:
     def observe(
         self, slots: Sequence[int], trees: Sequence[TokenTree], verdicts: Sequence[Verdict], times: RoundTimes
     ) -> None:
+        began = time.perf_counter()
         drafted = sum(t.num_drafts > 0 for t in trees)
         self.num_rounds += 1
         self.num_plain_rounds += drafted == 0
-        if trees:
-            self.costs.observe(times, len(trees), max(drafted, 1) if times.num_read else 0, self._context)
-        for slot, tree, verdict in zip(slots, trees, verdicts, strict=True):
+        for slot, verdict in zip(slots, verdicts, strict=True):
             self._slots[slot].length += len(verdict.path)
+        if not self._looks or not trees:
+            return
+        self.costs.observe(times, len(trees), max(drafted, 1) if times.num_read else 0, self._context)
+        for slot, tree, verdict in zip(slots, trees, verdicts, strict=True):
             if tree.num_drafts:
                 self._learn(self._slots[slot], tree, verdict)
+        spent = self._spent + 1e3 * (time.perf_counter() - began)
+        took = times.draft_ms + times.search_ms + times.verify_ms + times.other_ms
+        self._own_ms += (spent - self._own_ms) * (CURVE if self._own_ms else 1.0)
+        self._round_ms += (took - self._round_ms) * (CURVE if self._round_ms else 1.0)
+        self._period = self._next_look()
+
+    def _next_look(self) -> int:
+        """Rounds until then, so that looking takes its share."""
+        return min(LAST_PERIOD, max(1, math.ceil(self._own_ms / (SHARE * self._round_ms)))) if self._round_ms else 1
 
     def _learn(self, entry: _Slot, tree: TokenTree, verdict: Verdict) -> None:
         """Every node whose parent was reached is a label."""
