@@ -147,6 +147,39 @@ def plain(result: dict[str, Any]) -> str:
     return f"{table}\n\nCompiling the static form took {result['compile_s']:.0f} s; ours compiles nothing."
 
 
+def stages(result: dict[str, Any]) -> str:
+    """`stages.py`: a plain step and a round, stage by stage, beside what the machine allows."""
+    header = ["", "M", "round, ms", "draft", "search", "verify", "rest", "in kernels", "overhead"]
+    body = [
+        [
+            {"plain": "a plain step", "dart": f"a round of DART, {result['provenance']['nodes']} nodes"}[name],
+            *(f"{r[k]:.2f}" for k in ("M", "round_ms", "draft", "search", "verify", "other", "kernels_ms")),
+            f"{r['overhead_share']:.1%}",
+        ]
+        for name, r in result["rows"].items()
+    ]
+    m = result["machine"]
+    return rows(header, body) + (
+        f"\n\nThe machine reads {m['GB_per_s']:.0f} GB/s and multiplies at {m['GFLOP_per_s']:.0f} GFLOP/s: the "
+        f"{result['weight_bytes'] / 1e6:.0f} MB of weights take {result['read_bound_ms']:.1f} ms to read. Speed-up in "
+        f"this run {result['speed_up']:.2f}x, of {result['bound_M_T_AR_over_T_V']:.2f}x if only the target's forwards "
+        "took time."
+    )
+
+
+def llamacpp(result: dict[str, Any]) -> str:
+    """`llamacpp.py`: ours against llama.cpp on the same weights."""
+    body = [
+        [name, f"**{r['median']:.2f}x**", f"{r['range'][0]:.2f} to {r['range'][1]:.2f}", *(f"{x:.1f}" for x in r["ms"])]
+        for name, r in result["rows"].items()
+    ]
+    same, of = result["first_32_tokens_equal"]
+    return rows(["", "speed", "range over prompts", "ours, ms a token", "llama.cpp, ms a token"], body) + (
+        f"\n\nllama-cpp-python {result['llama_cpp']['version']}; the first 32 tokens of bf16 are equal on {same} of "
+        f"{of} prompts."
+    )
+
+
 def scheduler(result: dict[str, Any]) -> str:
     """`scheduler.py`: what a long prompt costs the others, what a shared beginning saves, random arrivals."""
     chunks = rows(
@@ -290,6 +323,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "vllm": vllm,
     "ngram-build": ngram_build,
     "continuity": continuity,
+    "stages": stages,
+    "llamacpp": llamacpp,
 }
 PAGES = (
     (ROOT / "README.md", "docs/results"),
@@ -297,6 +332,7 @@ PAGES = (
     (ROOT / "docs" / "methods.md", "results"),
     (ROOT / "docs" / "serving-many.md", "results"),
     (ROOT / "docs" / "building-an-index.md", "results"),
+    (ROOT / "docs" / "performance.md", "results"),
 )
 
 
