@@ -275,7 +275,7 @@ def test_custom_generate_refuses_what_it_cannot_do() -> None:
 
 def test_far_fewer_accepted_drafts_than_in_training_are_warned_of_once() -> None:
     lm = dartspec.load(tiny_cli.model(), tiny_cli.tokenizer(), drafter="prompt_lookup", nodes=8)
-    assert not hasattr(lm.drafter, "config")
+    assert lm.trained is None
 
     class Recorded:
         acceptance: ClassVar[dict[str, float]] = {"4": 2.5, "8": 3.0}
@@ -283,7 +283,7 @@ def test_far_fewer_accepted_drafts_than_in_training_are_warned_of_once() -> None
     def rounds(accepted: int) -> Metrics:
         return Metrics(rounds=[RoundRecord(8, accepted, accepted + 1, 1.0, 0.0, 9.0, 0.0, 1) for _ in range(500)])
 
-    lm.drafter.config = Recorded()  # type: ignore[attr-defined]
+    lm.trained = Recorded()
     lm._watch(rounds(1))
     assert not lm.below_record
     with pytest.warns(UserWarning, match=r"M is 1\.0 over 500 rounds; with 8 nodes it was 3\.0"):

@@ -10,6 +10,7 @@ import torch
 
 import dartspec
 from dartspec.api import ASSETS
+from dartspec.budget import Calibration
 from dartspec.ngram import NgramIndex
 
 FOLDER = ASSETS / "smollm2-135m-instruct"
@@ -40,9 +41,11 @@ def test_it_fits_a_wheel_and_says_what_it_is() -> None:
 
 
 def test_auto_finds_it(lm: dartspec.LM) -> None:
-    assert lm.drafter_name == "dart"
-    assert lm.drafter.index is not None
-    assert lm.drafter.config.weights_fingerprint == lm.target.weights_fingerprint
+    assert lm.drafter_name == "dart+prompt_lookup"
+    assert lm.drafter.parts[0].index is not None
+    assert lm.trained.weights_fingerprint == lm.target.weights_fingerprint
+    for method in ("dart", "dart+prompt_lookup"):  # calibrated on real answers, not guessed
+        assert Calibration.load(FOLDER, method).trials.sum() > 10_000
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -87,13 +87,14 @@ class LM:
 
     drafter_note: one line on which drafter was chosen and why. nodes: draft tokens a tree may have, or "auto".
     fast_note: one line on our CPU kernels: used, or why not. calibration: how likely the drafter's guesses are right.
+    trained: the configuration of the trained drafter, or None: what it was trained for, and its record.
     """
 
     def __init__(self, target: Target, text: Text, chosen: Chosen, nodes: int | str, fast_note: str) -> None:
         self.target, self.text, self.nodes = target, text, nodes
         self.drafter, self.drafter_name, self.drafter_note = chosen.drafter, chosen.name, chosen.note
         self.fast_note = fast_note
-        self.calibration = chosen.calibration
+        self.calibration, self.trained = chosen.calibration, chosen.trained
         self.below_record = False  # whether far fewer drafts were accepted than in training; warned of once
         self._watched: list[RoundRecord] = []
         self._controller: Controller | None = Fixed(nodes) if isinstance(nodes, int) else None
@@ -162,7 +163,7 @@ class LM:
 
     def _watch(self, metrics: Metrics) -> None:
         """Warns once where far fewer drafts are accepted than when the drafter was trained."""
-        record: Mapping[str, float] = getattr(getattr(self.drafter, "config", None), "acceptance", None) or {}
+        record: Mapping[str, float] = getattr(self.trained, "acceptance", None) or {}
         self._watched += [r for r in metrics.rounds if r.num_drafted]
         if not record or self.below_record:
             self._watched.clear()
@@ -421,6 +422,7 @@ class Chosen(NamedTuple):
     name: str
     note: str
     calibration: Calibration
+    trained: Any = None  # the configuration of its trained part, if it has one: what it was trained for, its record
 
 
 def _resolve(wanted: str | Path | Drafter, target: Target, index: str | Path | None, *, part: bool = False) -> Chosen:
@@ -436,7 +438,7 @@ def _resolve(wanted: str | Path | Drafter, target: Target, index: str | Path | N
     folder = Path(wanted)
     if wanted == "auto":
         if (found := _shipped(target)) is not None:
-            return _trained(found, target, index, ", trained for this model")
+            return _with_copies(_trained(found, target, index, ", trained for this model"), found, target)
         _no_index(index, "prompt_lookup")
         made = drafters.get("prompt_lookup")
         note = "drafter prompt_lookup (copies from the text): no drafter trained for this model was found"
@@ -472,6 +474,17 @@ def _resolve(wanted: str | Path | Drafter, target: Target, index: str | Path | N
     return Chosen(module.load(config, target, **options), str(wanted), f"drafter {wanted}", Calibration())
 
 
+def _with_copies(trained: Chosen, folder: Path, target: Target) -> Chosen:
+    """A trained drafter and copies from the text in one tree: what has been said before needs no guess, and may lie
+    outside the draft vocabulary."""
+    mix, copies = drafters.get("mix"), drafters.get("prompt_lookup")
+    name = f"{trained.name}+prompt_lookup"
+    parts = [trained.drafter, copies.load(copies.Config(), target)]
+    made = mix.load(mix.Config(parts=(trained.name, "prompt_lookup")), target, parts=parts)
+    note = f"{trained.note}, with copies from the text"
+    return trained._replace(drafter=made, name=name, note=note, calibration=Calibration.load(folder, name))
+
+
 def _no_index(index: str | Path | None, name: str) -> None:
     """Refuse an index that was asked for by name where nothing would read it."""
     if index not in (None, "auto"):
@@ -503,7 +516,9 @@ def _trained(folder: Path, target: Target, index: str | Path | None, why: str, p
     elif not part:
         _no_index(index, method)
     made = checkpoints.load(folder, target, **options)
-    return Chosen(made, method, f"drafter {method}{why}", Calibration.load(folder))
+    return Chosen(
+        made, method, f"drafter {method}{why}", Calibration.load(folder, method), getattr(made, "config", None)
+    )
 
 
 def _nodes(wanted: int | str) -> int | str:

@@ -242,7 +242,7 @@ def _check_lattice(log_probs: Tensor, tokens: Tensor, num_axes: int) -> None:
 
 def _array(x: Tensor) -> NDArray[Any]:
     """The tensor as the core takes it, without a copy where it lies on the CPU already."""
-    return x.detach().cpu().contiguous().numpy()  # type: ignore[no-any-return]
+    return x.detach().cpu().contiguous().numpy()
 
 
 def _most_nodes(d: int, k: int, config: SearchConfig) -> int:

@@ -23,7 +23,6 @@ DEPTHS = 5  # depths 1, 2, 3, 4, and deeper
 PRIOR_TRIALS = 4.0  # how many labels the first guess of a cell weighs
 MOST_TRIALS = 3000.0  # older labels fade: a cell never weighs more
 REFRESH = 32  # trees between two looks at the counts
-FILE = "calibration.json"  # beside a drafter's weights
 _VERSION = 1
 
 
@@ -69,17 +68,18 @@ class Calibration:
         if self._rounds % REFRESH == 0:
             self.refresh()
 
-    def save(self, folder: Path, **about: Any) -> None:
-        """`calibration.json` in a drafter's folder, written aside and renamed. about: where the labels came from."""
-        aside = folder / f"{FILE}.tmp"
+    def save(self, folder: Path, method: str, **about: Any) -> None:
+        """`calibration-METHOD.json` in a drafter's folder, written aside and renamed. about: where labels came from."""
+        path = folder / f"calibration-{method}.json"
+        aside = path.with_suffix(".tmp")
         rounded = {name: getattr(self, name).round(1).tolist() for name in ("hits", "trials")}
         aside.write_text(json.dumps({"version": _VERSION, "steps": STEPS, **rounded, **about}, indent=1) + "\n")
-        os.replace(aside, folder / FILE)
+        os.replace(aside, path)
 
     @classmethod
-    def load(cls, folder: Path) -> Calibration:
-        """Of a drafter's folder; one that has none begins from a guess."""
-        path = folder / FILE
+    def load(cls, folder: Path, method: str) -> Calibration:
+        """Of a drafter's folder and a method that uses it; one that has none begins from a guess."""
+        path = folder / f"calibration-{method}.json"
         if not path.is_file():
             return cls()
         try:

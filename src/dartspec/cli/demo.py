@@ -172,7 +172,7 @@ def _terms(speed: Any) -> dict[str, float]:
 def compare(lm: LM, texts: Sequence[str], params: SamplingParams, term: Terminal) -> Outcome:
     """Runs both on every prompt, in turns, and compares the texts."""
     plain = Side("plain", lm.with_drafter("none", nodes=0))
-    dart = Side("DART" if lm.drafter_name == "dart" else lm.drafter_name, lm)
+    dart = Side("DART" if lm.drafter_name.startswith("dart") else lm.drafter_name, lm)
     prompts = [lm.encode([{"role": "user", "content": t}]) for t in texts]
     for side in (plain, dart):
         side.lm.generate(prompts[0], params=replace(params, max_tokens=min(8, params.max_tokens)))

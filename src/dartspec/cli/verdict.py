@@ -92,7 +92,7 @@ def sentence(lm: LM, speed: SpeedUp, metrics: Metrics, raw: bool = False) -> str
 
 def _beside_training(lm: LM, metrics: Metrics) -> str:
     """For a model whose weights are not those that the drafter was trained for: what M was there."""
-    config = getattr(lm.drafter, "config", None)
+    config = lm.trained
     record = {int(n): float(m) for n, m in (getattr(config, "acceptance", None) or {}).items()}
     if not record or not _other_weights(lm):
         return ""
@@ -102,7 +102,7 @@ def _beside_training(lm: LM, metrics: Metrics) -> str:
 
 
 def _other_weights(lm: LM) -> bool:
-    trained = getattr(getattr(lm.drafter, "config", None), "weights_fingerprint", None)
+    trained = getattr(lm.trained, "weights_fingerprint", None)
     return trained is not None and trained != lm.target.weights_fingerprint
 
 
@@ -112,7 +112,7 @@ def _rows(metrics: Metrics) -> float:
 
 
 def _why_few(lm: LM, raw: bool) -> str:
-    config = getattr(lm.drafter, "config", None)
+    config = lm.trained
     trained = getattr(config, "template_hash", None)
     if trained is not None and (raw or trained != lm.text.template_hash):
         return "no chat template, the drafter was trained with one" if raw else "template differs from training"

@@ -176,7 +176,8 @@ class NgramIndex:
         self, context: Sequence[int], tokens: Sequence[int] | NDArray[Any], *, backoff: float = 1.0
     ) -> NDArray[np.float64]:
         """(n,) float64: the probability of each token after the context; `backoff` as in `score`."""
-        return self.score(as_ids(context)[None], as_ids(tokens)[None], backoff=backoff)[0]
+        row: NDArray[np.float64] = self.score(as_ids(context)[None], as_ids(tokens)[None], backoff=backoff)[0]
+        return row
 
     def score(
         self, contexts: NDArray[np.int32], tokens: NDArray[np.int32], *, backoff: float = 1.0
