@@ -16,7 +16,7 @@ import tiny_cli
 from dartspec.accounting import Metrics, SpeedUp, loop_start
 from dartspec.bench import summary
 from dartspec.bench.measure import Method, acceptance_by_position, add_sums, measure, reliability_of, sums
-from dartspec.bench.provenance import layout
+from dartspec.bench.provenance import layout, provenance
 from dartspec.bench.run import Cell, Journal, RunConfig, _parted, execute, plan
 from dartspec.bench.stats import bootstrap, median, rate_ratio, ratio_of_sums
 from dartspec.bench.suites import FOLDER, GROUPS, Prompt, load_suites, read, shipped
@@ -513,3 +513,10 @@ def test_bad_flags_are_one_sentence(args: tuple[str, ...], said: str) -> None:
     assert result.exit_code == 2
     assert said in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_recorded_command_names_no_folder_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["/a/b/run.py", "--out", "/c/d.json", "--index=/e/f.ngram", "docs/x.json", "-t", "0"]
+    )
+    assert provenance()["command"] == "run.py --out d.json --index=f.ngram docs/x.json -t 0"

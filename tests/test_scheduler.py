@@ -7,6 +7,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 import tiny
 from dartspec import _core, drafters
+from dartspec.drafters.mix import Mix
 from dartspec.engine import Chunk, Request, Rounds
 from dartspec.errors import DartspecError
 from dartspec.scheduler import Handle, Limits, QueueFullError, Scheduler
@@ -192,7 +194,11 @@ def test_drafts_are_equal_cold_and_reused(name: str) -> None:
     """The drafter's row at the boundary pairs a shared token with one that is not: it must not be copied."""
     if not isinstance(drafter(name), Forks):
         pytest.skip("it keeps no state that could be reused")
-    noted, cold = Noted(drafter(name)), Noted(drafter(name))
+    warm, fresh = drafter(name), drafter(name)
+    for one in (warm, fresh):
+        if isinstance(one, Mix):  # its ranking learns from all rounds, whose order differs: let it stay as it begins
+            one.config = replace(one.config, prior=1e12)
+    noted, cold = Noted(warm), Noted(fresh)
     _, handles = chat(llama(), noted, Roots(8))
     _, alone = chat(llama(), cold, Roots(8), Limits(num_slots=3, num_prefixes=0, least_reuse=99))
     assert [ids(h) for h in handles] == [ids(h) for h in alone]
