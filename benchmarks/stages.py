@@ -4,13 +4,15 @@
 
 Measures the memory bandwidth and the arithmetic rate with our own products; then answers prompts by plain decoding and
 by DART, in turn, with every call into the core's products, norms and attention timed. What a round takes beyond them is
-overhead: Python, transformers, masks, picks, search. Prints a table; the last line is one JSON object.
+overhead: Python, transformers, masks, picks, search. The same prompts with the automatic tree size tell how well the
+controller predicts forward times. Prints a table; the last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -26,11 +28,17 @@ from dartspec import _core
 from dartspec.accounting import Metrics
 from dartspec.bench.provenance import provenance, save_result
 from dartspec.bench.suites import load_suites
+from dartspec.budget import Adaptive
 from dartspec.target.fast import PackedLinear, Product
 
 FUNCTIONS = ("run_layers", "attention", "gated_mlp", "rms_norm", "prepare_heads", "top_log_probs")
-METHODS = ((_core.PackedLinear, "apply"), (_core.Int8Linear, "apply"), (_core.DecoderLayer, "begin"))
-METHODS += ((_core.DecoderLayer, "finish"),)
+METHODS = (
+    (_core.PackedLinear, "apply"),
+    (_core.Int8Linear, "apply"),
+    (_core.DecoderLayer, "begin"),
+    (_core.DecoderLayer, "finish"),
+    (_core.DraftLayer, "run"),
+)
 
 
 class Kernels:
@@ -108,7 +116,7 @@ def main() -> None:
     a = p.parse_args()
 
     roof = machine(a.threads)
-    lm = dartspec.load(threads=a.threads, nodes=a.nodes)
+    lm = dartspec.load(threads=a.threads, drafter="dart", nodes=a.nodes)
     plain = lm.with_drafter("none", nodes=0)
     kernels = Kernels()
     sets = load_suites(["all"], a.prompts)
@@ -126,6 +134,11 @@ def main() -> None:
             if i:  # the first pass warms up
                 inside[name] += ms
                 times[name].append(stream.result.metrics)
+    auto = lm.with_drafter("auto", nodes="auto")
+    for text in texts:
+        auto.generate([{"role": "user", "content": text}], max_tokens=a.max_tokens)
+    assert isinstance(auto.controller, Adaptive)
+    off = sorted(abs(math.expm1(e)) for e in auto.controller.costs.errors[20:])
     num_bytes = weight_bytes(lm)
     bound = num_bytes / roof["GB_per_s"] / 1e6
     rows = {}
@@ -148,6 +161,8 @@ def main() -> None:
         "rows": rows,
         "speed_up": round(d["M"] * q["round_ms"] / d["round_ms"], 3),
         "bound_M_T_AR_over_T_V": round(d["M"] * q["round_ms"] / d["verify"], 3),
+        "predicted_forwards": len(off),
+        "prediction_error": {"median": round(statistics.median(off), 4), "p90": round(off[int(0.9 * len(off))], 4)},
         "provenance": provenance(threads=a.threads, prompts=a.prompts, max_tokens=a.max_tokens, nodes=a.nodes),
     }
     table = Table("", "M", "round", "draft", "search", "verify", "other", "in kernels", "overhead")

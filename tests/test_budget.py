@@ -381,3 +381,22 @@ def test_looks_take_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert controller._next_look() == 1
     controller._own_ms = 50.0
     assert controller._next_look() == LAST_PERIOD
+
+
+def test_a_hostile_request_takes_nothing_from_the_others() -> None:
+    """One whose bias makes every draft wrong stops drafting; its neighbour drafts as beside one that never would."""
+    sizes: dict[bool, list[int]] = {}
+    for hostile in (False, True):
+        controller = Adaptive(CostModel(Times({1: 10.0, 9: 11.0, 200: 300.0})), Calibration())
+        controller.join(0, SamplingParams(), 10)
+        controller.join(1, SamplingParams(logit_bias={3: 100.0}), 10)
+        sizes[hostile], asked_late = [], 0
+        for k in range(300):
+            asked = controller.ask([0, 1], [8, 8 if hostile else 0])
+            cut = controller.cut([0, 1], [CHAIN if n else subtree(CHAIN, [0]) for n in asked])
+            paths = [list(range(len(cut[0].tokens)))[:7], [0]]
+            controller.observe([0, 1], cut, [Verdict(p, 0, torch.zeros(0)) for p in paths], times_of(cut))
+            sizes[hostile].append(cut[0].num_drafts)
+            asked_late += k >= 200 and asked[1] > 0
+        assert asked_late < 30
+    assert sum(sizes[True][200:]) >= 0.95 * sum(sizes[False][200:]) > 0

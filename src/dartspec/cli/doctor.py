@@ -236,6 +236,7 @@ def _times(times: dict[str, Any]) -> list[tuple[str, str]]:
         ("best threads", str(times["threads"])),
         ("a forward", ", ".join(f"{n} rows {interpolate(ms, n):.1f} ms" for n in shown)),
         ("attention", f"{times['ms_by_row_and_1000_tokens']:.3f} ms more for each row and 1,000 tokens of context"),
+        ("keys and values", f"{_mib(times['cache_bytes_by_1000_tokens'])} for each 1,000 tokens of a sequence"),
         ("a node pays", f"where it is accepted more often than (by nodes in the tree) {', '.join(pays)}"),
     ]
 
