@@ -164,7 +164,7 @@ def stages(result: dict[str, Any]) -> str:
         f"{result['weight_bytes'] / 1e6:.0f} MB of weights take {result['read_bound_ms']:.1f} ms to read. Speed-up in "
         f"this run {result['speed_up']:.2f}x, of {result['bound_M_T_AR_over_T_V']:.2f}x if only the target's forwards "
         f"took time. The controller predicted {result['predicted_forwards']} forwards within "
-        f"{result['prediction_error']['median']:.1%} (median; nine of ten within {result['prediction_error']['p90']:.1%})."
+        f"{result['prediction_error']['median']:.1%} (median; nine of ten: {result['prediction_error']['p90']:.1%})."
     )
 
 
