@@ -156,8 +156,9 @@ def test_drafts_after_catching_up_are_those_without_the_pause(name: str) -> None
 def test_a_drafter_that_is_never_asked_is_told_now_and_then_so_that_features_do_not_pile_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine, "MOST_UNREAD", 6)
     noted = Noted(drafter("dart"))
+    row = len(noted.taps) * llama().hidden_size * 4  # bytes of float32
+    monkeypatch.setattr(engine, "MOST_UNREAD", 6 * row)
     assert run(llama(), noted, REQUESTS, batch=2, num_nodes=0)[0] == answers()
     assert noted.asked
     assert all(budget == 0 for _, _, budget in noted.asked)

@@ -38,7 +38,7 @@ from dartspec.types import (
 )
 from dartspec.verify import Together, verify
 
-MOST_UNREAD = 256  # rows whose features wait for a drafter that is not called; then it reads them without drafting
+MOST_UNREAD = 8 << 20  # bytes of features that wait for a drafter that is not called; then it reads without drafting
 _log = logging.getLogger(__name__)
 
 
@@ -363,7 +363,10 @@ class Running:
     @property
     def must_be_read(self) -> bool:
         """Whether so many features wait for the drafter that it should take them now, drafts or none."""
-        return self.speculates and bool(self._unread) and self.num_unread >= MOST_UNREAD
+        if not self.speculates or not self._unread:
+            return False
+        one = self._unread[-1]
+        return self.num_unread * one[0].numel() * one.element_size() >= MOST_UNREAD
 
     def news(self, but_last: bool = False) -> Committed:
         """All that the drafter has not been told of, or all but the last row and the last token."""

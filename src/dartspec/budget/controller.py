@@ -123,6 +123,7 @@ class Adaptive:
         self.most_nodes = most_nodes
         self._slots: dict[int, _Slot] = {}
         self._curves: dict[int, NDArray[np.float64]] = {}  # by kind
+        self._seen: dict[int, int] = {}  # trees that each of them was learned from
         self._on = True
         self._rate = 0.0  # expected tokens a millisecond, of the round that was asked for last
         self._quiet = 0  # rounds since the drafter was last asked
@@ -209,9 +210,8 @@ class Adaptive:
             # what the text is like now shows only by drafting
             self._probe, self._quiet = min(2 * self._probe, LAST_PROBE), 0
             size = most
-            chosen = sorted(range(len(able)), key=lambda i: -entries[i].behind)[: (len(able) + 7) // 8]
-            for i in chosen:
-                entries[i].own *= 0.7  # what was learned from the text is old by now
+            chosen = [max(range(len(able)), key=lambda i: entries[i].behind)]  # one: each must read its text first
+            entries[chosen[0]].own *= 0.7  # what was learned from the text is old by now
         for i in chosen:
             asked[able[i]] = min(room[able[i]], size)
         return asked
@@ -251,8 +251,9 @@ class Adaptive:
             curve[0], curve[1 : len(sums) + 1] = 0.0, sums
             entry.curve += CURVE * (curve - entry.curve)
             if not entry.reshaped:
+                seen = self._seen[entry.kind] = self._seen.get(entry.kind, 0) + 1
                 shared = self._curves.setdefault(entry.kind, entry.curve.copy())
-                shared += SHARED_CURVE * (curve - shared)
+                shared += max(SHARED_CURVE, 1 / seen) * (curve - shared)  # at first the mean of what was seen
             gains += curve
         if not largest:
             return list(trees)
