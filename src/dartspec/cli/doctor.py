@@ -218,6 +218,7 @@ def _measured(
         "threads": lm.target.num_threads,
         "ms_by_rows": times.rows,
         "ms_by_row_and_1000_tokens": 1e3 * times.row_key,
+        "cache_bytes_by_1000_tokens": 1000 * lm.target.bytes_per_position,
     }
 
 
