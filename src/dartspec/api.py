@@ -111,9 +111,18 @@ class LM:
 
     def times(self, *, again: bool = False) -> Times:
         """Milliseconds of the target's forward on this machine: remembered, or measured now."""
+        return cached_times(self.target, cache_dir(), self._machine, again=again)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether `times` are remembered; otherwise the first answer with nodes="auto" waits for them."""
+        return (cache_dir() / f"cost-{self._machine}.json").exists()
+
+    @property
+    def _machine(self) -> str:
+        """What measured times depend on."""
         t = self.target
-        key = f"{t.weights_fingerprint}-{t.dtype}-{t.device.type}-{t.num_threads}".replace(".", "")
-        return cached_times(t, cache_dir(), key, again=again)
+        return f"{t.weights_fingerprint}-{t.dtype}-{t.device.type}-{t.num_threads}".replace(".", "")
 
     # -- generating --------------------------------------------------------------------------------------------------
 

@@ -149,6 +149,9 @@ class Loading:
         )
         size = "as many nodes as pay" if lm.nodes == "auto" else f"{lm.nodes} nodes a tree"
         term.note(f"{lm.drafter_note}; {size}")
+        if lm.nodes == "auto" and lm.drafter_name != "none" and not lm.is_measured:
+            term.note("measuring this machine, once; it takes about ten seconds")
+            lm.times()
         return lm
 
     def _nodes(self) -> int | str:
