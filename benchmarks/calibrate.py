@@ -16,6 +16,7 @@ from rich.progress import track
 
 import dartspec
 from dartspec.bench.provenance import provenance
+from dartspec.bench.suites import FOLDER
 from dartspec.budget import Adaptive
 from dartspec.budget.calibration import DEPTHS, STEPS, Calibration
 from dartspec.budget.cost import CostModel, Times
@@ -27,7 +28,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", default=None)
     p.add_argument("--drafter", default="auto")
-    p.add_argument("--prompts", type=Path, default=Path(__file__).parent / "prompts", help="folder of prompt sets")
+    p.add_argument("--prompts", type=Path, default=FOLDER, help="folder of prompt sets")
     p.add_argument("--last", type=int, default=8, help="prompts of each set, from its end")
     p.add_argument("--nodes", type=int, default=16)
     p.add_argument("--max-tokens", type=int, default=128)
