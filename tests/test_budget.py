@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import tiny
 from dartspec import _core, drafters
-from dartspec.budget import Adaptive, Fixed, subtree
+from dartspec.budget import Adaptive, Fixed
 from dartspec.budget.calibration import DEPTHS, MOST_TRIALS, STEPS, Calibration
 from dartspec.budget.controller import LAST_PERIOD
 from dartspec.budget.cost import CostModel, Times
@@ -23,7 +23,7 @@ from dartspec.drafters import oracle
 from dartspec.engine import Request, generate
 from dartspec.errors import DartspecError
 from dartspec.target.target import Target
-from dartspec.tree import check, depths
+from dartspec.tree import check, depths, subtree
 from dartspec.types import RoundTimes, SamplingParams, TokenTree, Verdict
 
 FREE = {1: 10.0, 600: 10.0}

@@ -24,7 +24,7 @@ from dartspec.errors import DartspecError
 from dartspec.sampling import Sampler
 from dartspec.target.target import Session, Target
 from dartspec.text import StopStrings, Text
-from dartspec.tree import check, depths, root_only
+from dartspec.tree import check, depths, root_only, subtree
 from dartspec.types import (
     Committed,
     Controller,
@@ -411,10 +411,7 @@ class Running:
         if len(tree.tokens) <= left:
             return tree  # no path is longer than the tree
         depth = depths(tree)
-        kept = [i for i in range(len(tree.tokens)) if depth[i] < left]  # closed: a child is deeper than its parent
-        place = {old: new for new, old in enumerate(kept)} | {-1: -1}
-        parents = torch.tensor([place[int(tree.parents[i])] for i in kept], dtype=torch.int32)
-        return TokenTree(tree.tokens[kept], parents, tree.scores[kept])
+        return subtree(tree, [i for i in range(len(tree.tokens)) if depth[i] < left])  # a child is deeper: closed
 
     def prefill(self, session: Session, most_rows: int | None = None) -> Chunk | None:
         """Runs the prompt, or its next `most_rows` positions. At its end, picks the first token, which belongs to no

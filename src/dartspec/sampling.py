@@ -250,7 +250,7 @@ NUCLEUS = 256  # likeliest tokens that are looked at before all are sorted
 def _nucleus(row: Tensor, top_p: float) -> Tensor:
     """(V,) without the smallest tokens whose mass together is at most 1 - top_p, which are -inf.
 
-    A nucleus is small where top_p matters: then its tokens alone are sorted, which takes a tenth of the time.
+    A nucleus is small where top_p matters: then its tokens alone are sorted, not the vocabulary.
     """
     if row.device.type == "cpu" and len(row) > 4 * NUCLEUS:
         best, index = row.topk(NUCLEUS)

@@ -136,11 +136,16 @@ def truncate(tree: TokenTree, budget: int) -> TokenTree:
     rank = [float("inf"), *scores[1:].tolist()]
     for i in range(1, n):
         rank[i] = min(rank[i], rank[parents[i]])
-    kept = sorted(sorted(range(n), key=lambda i: (-rank[i], i))[: budget + 1])
-    new_index = {old: new for new, old in enumerate(kept)}
-    index = torch.tensor(kept)
-    new_parents = [-1] + [new_index[parents[i]] for i in kept[1:]]
-    return TokenTree(tree.tokens[index], torch.tensor(new_parents, dtype=torch.int32), tree.scores[index])
+    return subtree(tree, sorted(sorted(range(n), key=lambda i: (-rank[i], i))[: budget + 1]))
+
+
+def subtree(tree: TokenTree, nodes: Sequence[int]) -> TokenTree:
+    """Some nodes of a tree, ascending, the root first. They must be closed: a node's parent is among them."""
+    place = {old: new for new, old in enumerate(nodes)}
+    parents = tree.parents.tolist()
+    at = torch.tensor(nodes)
+    renumbered = torch.tensor([-1, *(place[parents[i]] for i in nodes[1:])], dtype=torch.int32)
+    return TokenTree(tree.tokens[at], renumbered, tree.scores[at])
 
 
 def _check_budget(budget: int) -> None:

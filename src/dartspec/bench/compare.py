@@ -7,7 +7,6 @@ prompts that both hold, drawn together in the bootstrap.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from dartspec.bench.provenance import read_result
 from dartspec.bench.stats import Estimate, Floats, bootstrap
 from dartspec.bench.summary import ALL, KEY, Record, by_unit
 from dartspec.errors import DartspecError
@@ -38,12 +38,7 @@ FAMILY_ERROR = 0.05  # chance that a run in which nothing changed fails, over al
 
 def read(path: Path) -> dict[str, Any]:
     """A result of `bench run` or `bench load`."""
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DartspecError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise DartspecError(f"{path} is not JSON: {error}") from error
+    result = read_result(path)
     if not isinstance(result, dict) or "records" not in result or "rows" not in result:
         raise DartspecError(f"{path} is no result of dartspec bench run or load: it has no records")
     return result

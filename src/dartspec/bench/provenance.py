@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dartspec import __version__
+from dartspec.errors import DartspecError
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
@@ -45,6 +46,16 @@ def _shown(argument: str) -> str:
 def _program() -> str:
     name = Path(sys.argv[0]).name
     return "python -m dartspec" if name == "__main__.py" else name
+
+
+def read_result(path: Path) -> Any:
+    """What a result file holds, whatever it is; one sentence where it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DartspecError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise DartspecError(f"{path} is not JSON: {error}") from error
 
 
 def save_result(path: Path, result: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dartspec.bench.charts import Series, bars, colours, lines, stacks
+from dartspec.bench.provenance import read_result
 from dartspec.errors import DartspecError
 
 Result = Mapping[str, Any]
@@ -42,12 +43,7 @@ class Page:
 
 def read(path: Path) -> dict[str, Any]:
     """A result that can be shown."""
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DartspecError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise DartspecError(f"{path} is not JSON: {error}") from error
+    result = read_result(path)
     if not isinstance(result, dict) or result.get("kind") not in KINDS:
         raise DartspecError(f"{path} is no result of dartspec bench {', '.join(KINDS)}")
     return result

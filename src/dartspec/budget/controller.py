@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from dartspec import _core
 from dartspec.budget.calibration import Calibration
 from dartspec.budget.cost import CostModel
+from dartspec.tree import subtree
 from dartspec.types import RoundTimes, SamplingParams, TokenTree, Verdict
 
 MOST_NODES = 24  # what a tree is drafted with at most; beyond, a CPU has long been busy with arithmetic
@@ -328,12 +328,3 @@ class Adaptive:
 def _counts(most: int) -> list[int]:
     """How many sequences may draft: all, or about every eighth part fewer."""
     return sorted({max(1, round(most * k / 8)) for k in range(1, 9)})
-
-
-def subtree(tree: TokenTree, nodes: Sequence[int]) -> TokenTree:
-    """Some nodes of a tree, ascending, the root first. They must be closed: a node's parent is among them."""
-    place = {old: new for new, old in enumerate(nodes)}
-    parents = tree.parents.tolist()
-    at = torch.tensor(nodes)
-    renumbered = torch.tensor([-1, *(place[parents[i]] for i in nodes[1:])], dtype=torch.int32)
-    return TokenTree(tree.tokens[at], renumbered, tree.scores[at])
