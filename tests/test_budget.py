@@ -372,6 +372,20 @@ def test_between_looks_the_plan_stands() -> None:
     assert controller._looks
 
 
+def test_a_slot_that_comes_again_gets_a_look_of_its_own() -> None:
+    controller = Adaptive(CostModel(Times(FREE)), Calibration())
+    controller.join(0, SamplingParams(), 10)
+    one_round(controller, CHAIN, list(range(9)))
+    controller._period = 8
+    controller.leave(0)
+    controller.join(0, SamplingParams(), 20)
+    controller.ask([0], [24])
+    assert controller._looks
+    controller._period = 8
+    controller.ask([0], [24])
+    assert not controller._looks
+
+
 def test_looks_take_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     controller = Adaptive(CostModel(Times(FREE)), Calibration())

@@ -148,6 +148,7 @@ class Adaptive:
 
     def leave(self, slot: int) -> None:
         self._slots.pop(slot, None)
+        self._plan.pop(slot, None)  # its number may come again: the plan was not made for that sequence
 
     def _guess(self) -> NDArray[np.float64]:
         """Before any tree was seen: good enough to begin with drafting."""
