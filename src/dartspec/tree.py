@@ -140,11 +140,11 @@ def truncate(tree: TokenTree, budget: int) -> TokenTree:
 
 
 def subtree(tree: TokenTree, nodes: Sequence[int]) -> TokenTree:
-    """Some nodes of a tree, ascending, the root first. They must be closed: a node's parent is among them."""
-    place = {old: new for new, old in enumerate(nodes)}
+    """Some nodes of a tree, ascending, the root first, or none. They must be closed: a node's parent is among them."""
+    place = {old: new for new, old in enumerate(nodes)} | {-1: -1}
     parents = tree.parents.tolist()
-    at = torch.tensor(nodes)
-    renumbered = torch.tensor([-1, *(place[parents[i]] for i in nodes[1:])], dtype=torch.int32)
+    at = torch.tensor(nodes, dtype=torch.int64)
+    renumbered = torch.tensor([place[parents[i]] for i in nodes], dtype=torch.int32)
     return TokenTree(tree.tokens[at], renumbered, tree.scores[at])
 
 
