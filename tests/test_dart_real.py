@@ -43,7 +43,7 @@ def answered() -> tuple[Target, list[Example]]:
         prompt = text.encode_chat([{"role": "user", "content": question}])
         ids = torch.tensor([prompt])
         out = loaded.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
-        examples.append(Example(tuple(out[0].tolist()), len(prompt)))
+        examples.append(Example.answered(tuple(out[0].tolist()), len(prompt)))
     return target, examples
 
 

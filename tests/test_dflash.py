@@ -108,7 +108,7 @@ def test_the_loss_and_its_gradients_are_the_papers() -> None:
     losses: list[list[torch.Tensor]] = [[] for _ in range(c.d)]
     for e in examples:
         ids = torch.tensor(e.example.ids)
-        valid = loss_mask(len(ids), e.example.num_prompt, c.d)
+        valid = loss_mask(e.example, c.d)
         for a in e.anchors.tolist():
             log_probs = reference.block(named, c, e.states.features[: a + 1].flatten(1), view.table[ids[a + 1]])
             for t in range(1, c.d + 1):

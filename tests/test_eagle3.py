@@ -202,7 +202,7 @@ def drawn(length: int, num_prompt: int, seed: int, view: View, first: list[int],
     final = torch.randn(length, HIDDEN, generator=generator)
     states = States(features, final, torch.logsumexp(view.lm_head(final), -1))
     rows = [torch.tensor(r, dtype=torch.int64) for r in (first, anchors)]
-    return Drawn(Example(ids, num_prompt), states, *rows)
+    return Drawn(Example.answered(ids, num_prompt), states, *rows)
 
 
 @pytest.mark.parametrize("norm_before_residual", [False, True])
@@ -218,7 +218,7 @@ def test_the_unrolled_loss_and_its_gradients_are_the_papers(norm_before_residual
     for e in examples:
         ids = torch.tensor(e.example.ids)
         features = e.states.features.flatten(1)
-        valid = loss_mask(len(ids), e.example.num_prompt, c.d)
+        valid = loss_mask(e.example, c.d)
         wanted = [(j, 1) for j in e.first.tolist()] + [(a, t) for a in e.anchors.tolist() for t in range(1, c.d + 1)]
         for j, t in wanted:
             if valid[j, t - 1]:

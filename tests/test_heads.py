@@ -164,7 +164,7 @@ def check_loss(module: Any, net: Any, view: View, predict: Any) -> None:
     named = dict(net.named_parameters())
     losses: list[list[Tensor]] = [[] for _ in range(c.d)]
     for e in examples(view):
-        valid = loss_mask(len(e.example.ids), e.example.num_prompt, c.d)
+        valid = loss_mask(e.example, c.d)
         wanted = [(j, 1) for j in e.first.tolist()] + [(a, t) for a in e.anchors.tolist() for t in range(1, c.d + 1)]
         for j, t in wanted:
             if valid[j, t - 1]:

@@ -385,7 +385,7 @@ def test_a_target_that_changes_its_logits_is_refused() -> None:
 
 def test_states_are_what_a_plain_forward_gives(config: TrainConfig) -> None:
     t = target()
-    example = Example(tuple(range(5, 25)), 8)
+    example = Example.answered(tuple(range(5, 25)), 8)
     got = TargetStates(t, (0, 2, 3)).states(example)
     out = tiny.model("llama")(torch.tensor([example.ids]), output_hidden_states=True)
     for i, tap in enumerate((0, 2, 3)):
@@ -432,7 +432,7 @@ def test_a_cache_resumes_and_refuses_other_data(config: TrainConfig, tmp_path: P
 def test_a_cache_that_cannot_fit_is_refused_before_it_is_written(tmp_path: Path, monkeypatch: Any) -> None:
     import shutil
 
-    examples = [Example((1, 2, 3), 1)]
+    examples = [Example.answered((1, 2, 3), 1)]
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
     with pytest.raises(DartspecError, match=r"needs 0\.0 GB, 0\.0 GB are free"):

@@ -25,7 +25,7 @@ def example(length: int, num_prompt: int, seed: int, view: View, first: list[int
     final = torch.randn(length, HIDDEN, generator=generator)
     states = States(features, final, torch.logsumexp(view.lm_head(final), -1))
     rows = [torch.tensor(r, dtype=torch.int64) for r in (first, anchors)]
-    return Drawn(Example(ids, num_prompt), states, *rows)
+    return Drawn(Example.answered(ids, num_prompt), states, *rows)
 
 
 def batch(view: View) -> list[Drawn]:

@@ -34,7 +34,7 @@ def draw_rows(
     Drawn without replacement, ascending. Every row is as likely as any other, so the mean over rows estimates the
     mean over all prefixes, which is the paper's loss.
     """
-    valid = loss_mask(len(example.ids), example.num_prompt, 2)
+    valid = loss_mask(example, 2)
     return _some(valid[:, 0], num_first, generator), _some(valid[:, 1], num_anchors, generator)
 
 
@@ -71,9 +71,7 @@ class Sequences:
         lengths = torch.tensor([0, *(len(d.example.ids) for d in drawn)])
         self.starts: list[int] = lengths.cumsum(0)[:-1].tolist()
         self._end = torch.cat([base + torch.full((n,), n) for base, n in self._spans()])  # by row: its sequence's end
-        self._answer = torch.cat(
-            [torch.full((n,), base + d.example.num_prompt) for (base, n), d in zip(self._spans(), drawn, strict=True)]
-        )
+        self._is_answer = torch.cat([d.example.is_answer() for d in drawn])
 
     def _spans(self) -> list[tuple[int, int]]:
         return [(base, len(d.example.ids)) for base, d in zip(self.starts, self.drawn, strict=True)]
@@ -86,11 +84,11 @@ class Sequences:
     def taught(self, p: Predicted) -> tuple[Tensor, Tensor]:
         """Per predicted row the position of its teacher among all tokens, end to end, and whether it counts.
 
-        Offset t of row j is taught by the target's logits at j + t, and counts where token j + 1 + t lies in the
+        Offset t of row j is taught by the target's logits at j + t, and counts where token j + 1 + t lies in an
         answer. A position beyond the end is cut to it, and does not count.
         """
         end, token = self._end[p.row], p.row + 1 + p.offset
-        return (p.row + p.offset).minimum(end - 1), (token >= self._answer[p.row]) & (token < end)
+        return (p.row + p.offset).minimum(end - 1), self._is_answer[token.minimum(end - 1)] & (token < end)
 
     def teacher(self, head: Tensor, dtype: torch.dtype) -> Teacher:
         final = torch.cat([d.states.final for d in self.drawn])

@@ -1,8 +1,11 @@
 """Training text as token ids: read, check, cut where it loops, split, and say which positions carry loss.
 
-Knows ids only: no tokenizer, no model. One JSON object a line: `{"prompt": [ids], "response": [ids]}`; other keys are
-ignored. `prompt` ends with the generation prompt of the chat template, `response` with the end-of-text id where it was
-reached.
+Knows ids only: no tokenizer, no model. One JSON object a line, in one of two forms; other keys are ignored:
+
+- `{"ids": [ids], "answers": [[start, end], ...]}`: a conversation of any number of turns, and which of its tokens the
+  assistant wrote (`end` is the first token after the answer);
+- `{"prompt": [ids], "response": [ids]}`: one answered prompt. `prompt` ends with the generation prompt of the chat
+  template, `response` with the end-of-text id where it was reached.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,14 +27,53 @@ from dartspec.errors import DartspecError
 
 @dataclass(frozen=True)
 class Example:
-    """One answered prompt. ids: prompt then response; `num_prompt` of them are prompt."""
+    """One conversation. answers: [start, end) of each stretch of ids that carries loss; ascending, apart, not empty."""
 
     ids: tuple[int, ...]
-    num_prompt: int
+    answers: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def answered(cls, ids: Sequence[int], num_prompt: int) -> Example:
+        """One prompt with its answer: all that follows the first `num_prompt` ids."""
+        return cls(tuple(ids), ((num_prompt, len(ids)),))
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens before the first answer: up to the last of them no teacher is read."""
+        return self.answers[0][0]
 
     @property
     def num_response(self) -> int:
-        return len(self.ids) - self.num_prompt
+        return sum(end - start for start, end in self.answers)
+
+    def is_answer(self) -> Tensor:
+        """(T,) bool"""
+        mask = torch.zeros(len(self.ids), dtype=torch.bool)
+        for start, end in self.answers:
+            mask[start:end] = True
+        return mask
+
+    def answer_ids(self) -> Iterator[int]:
+        for start, end in self.answers:
+            yield from self.ids[start:end]
+
+    def cut(self, length: int) -> Example | None:
+        """The first `length` tokens. None where nothing is left to learn: fewer than two answer tokens, or none that
+        has two tokens before it (one row knows the first two)."""
+        spans = tuple((start, min(end, length)) for start, end in self.answers if start < length)
+        if sum(end - start for start, end in spans) < 2 or spans[-1][1] < 3:
+            return None
+        return self if length >= len(self.ids) else Example(self.ids[:length], spans)
+
+    def first_loop(self) -> int | None:
+        """Where the first answer that loops does so: what follows, later turns too, was written after it."""
+        for start, end in self.answers:
+            if (at := loop_start(self.ids[start:end])) is not None:
+                return start + at
+        return None
+
+
+_FORMS = 'each line is {"ids": [ids], "answers": [[start, end], ...]} or {"prompt": [ids], "response": [ids]}'
 
 
 def _ids_of(record: object, key: str, where: str) -> list[int]:
@@ -39,16 +81,56 @@ def _ids_of(record: object, key: str, where: str) -> list[int]:
     if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
         raise DartspecError(
             f'{where}: "{key}" must be a list of token ids (non-negative integers), found {type(ids).__name__}; '
-            'each line is {"prompt": [ids], "response": [ids]}'
+            f"{_FORMS}"
         )
     return ids
 
 
-def read_examples(paths: Sequence[Path], *, max_tokens: int, vocab_size: int, cut_loops: bool = True) -> list[Example]:
-    """All answers of the files, in file order, each cut to `max_tokens` and, where it loops, before its first loop.
+def _spans_of(value: object, length: int, where: str) -> tuple[tuple[int, int], ...]:
+    spans, before = [], 0
+    for span in value if isinstance(value, list) else [None]:
+        good = isinstance(span, list) and len(span) == 2 and all(type(i) is int for i in span)
+        if not good or not before <= span[0] < span[1] <= length:
+            raise DartspecError(
+                f'{where}: "answers" must be [start, end] pairs, ascending, apart, within the {length} ids and not '
+                f"empty, found {span if isinstance(value, list) else type(value).__name__}; {_FORMS}"
+            )
+        spans.append((span[0], span[1]))
+        before = span[1]
+    if not spans:
+        raise DartspecError(f'{where}: "answers" is empty, so no token would carry loss; {_FORMS}')
+    return tuple(spans)
 
-    Answers with nothing left (fewer than two response tokens, so that no position has both a known token and a
-    teacher) are dropped. An id at or beyond `vocab_size` is refused: it was written by another tokenizer.
+
+def parse_example(line: str, where: str, vocab_size: int) -> Example | None:
+    """One line of a data file, whole. None for a response of no tokens. Raises DartspecError, saying `where`."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DartspecError(f"{where}: not a JSON object ({error})") from None
+    if isinstance(record, dict) and "ids" in record:
+        ids = _ids_of(record, "ids", where)
+        example = Example(tuple(ids), _spans_of(record.get("answers"), len(ids), where))
+    else:
+        prompt, response = _ids_of(record, "prompt", where), _ids_of(record, "response", where)
+        if not prompt:
+            raise DartspecError(f"{where}: the prompt is empty; a chat template always writes a token")
+        example = Example.answered((*prompt, *response), len(prompt))
+    highest = max(example.ids)
+    if highest >= vocab_size:
+        raise DartspecError(
+            f"{where}: token id {highest}, but the target has {vocab_size} ids; "
+            "tokenize the text with the target's own tokenizer"
+        )
+    return example if example.num_response else None
+
+
+def read_examples(paths: Sequence[Path], *, max_tokens: int, vocab_size: int, cut_loops: bool = True) -> list[Example]:
+    """All conversations of the files, in file order, each cut to `max_tokens` and, where an answer loops, before its
+    first loop.
+
+    Those with nothing left to learn (`Example.cut`) are dropped. An id at or beyond `vocab_size` is refused: it was
+    written by another tokenizer.
     """
     examples: list[Example] = []
     for path in paths:
@@ -56,25 +138,12 @@ def read_examples(paths: Sequence[Path], *, max_tokens: int, vocab_size: int, cu
             raise DartspecError(f"{path}: no such file; give a JSONL file of token ids")
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                where = f"{path}, line {number}"
-                try:
-                    record = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise DartspecError(f"{where}: not a JSON object ({error})") from None
-                prompt, response = _ids_of(record, "prompt", where), _ids_of(record, "response", where)
-                if not prompt:
-                    raise DartspecError(f"{where}: the prompt is empty; a chat template always writes a token")
-                highest = max(max(prompt), max(response, default=0))
-                if highest >= vocab_size:
-                    raise DartspecError(
-                        f"{where}: token id {highest}, but the target has {vocab_size} ids; "
-                        "tokenize the text with the target's own tokenizer"
-                    )
-                if cut_loops and (start := loop_start(response)) is not None:
-                    response = response[:start]
-                ids = (prompt + response)[:max_tokens]
-                if len(ids) - len(prompt) >= 2:
-                    examples.append(Example(tuple(ids), len(prompt)))
+                example = parse_example(line, f"{path}, line {number}", vocab_size)
+                if example is None:
+                    continue
+                loop = example.first_loop() if cut_loops else None
+                if (kept := example.cut(max_tokens if loop is None else min(loop, max_tokens))) is not None:
+                    examples.append(kept)
     if not examples:
         raise DartspecError(f"no usable answer in {', '.join(map(str, paths))}")
     return examples
@@ -88,16 +157,17 @@ def split_examples(examples: Sequence[Example], held_out: float) -> tuple[list[E
     return list(examples[:-n]), list(examples[-n:])
 
 
-def loss_mask(num_tokens: int, num_prompt: int, d: int) -> Tensor:
-    """(num_tokens - 1, d) bool: may row j at offset t (column t - 1) carry loss?
+def loss_mask(example: Example, d: int) -> Tensor:
+    """(T - 1, d) bool: may row j at offset t (column t - 1) carry loss?
 
     Row j holds the features of token j and the embedding of token j + 1; offset t predicts token j + 1 + t, and the
     teacher is the target's own logits at j + t (method, section 3). Loss is on answers only: token j + 1 + t must lie
-    in the response. The first response token itself is predicted by row `num_prompt - 2`, whose known token is the
-    last of the prompt: the mask shifts with the inputs, so that this row is trained (case 23).
+    in one. The first token of an answer at `start` is predicted by row `start - 2`, whose known token is the last
+    before it: the mask shifts with the inputs, so that this row is trained (case 23).
     """
-    predicted = torch.arange(num_tokens - 1)[:, None] + 1 + torch.arange(1, d + 1)[None, :]
-    return (predicted >= num_prompt) & (predicted < num_tokens)
+    num_rows = len(example.ids) - 1
+    beyond = torch.cat([example.is_answer(), torch.zeros(d, dtype=torch.bool)])
+    return beyond.unfold(0, d, 1)[2 : 2 + num_rows] if num_rows > 0 else torch.zeros(0, d, dtype=torch.bool)
 
 
 @dataclass(frozen=True)
@@ -123,7 +193,7 @@ def choose_vocabulary(
     """
     if not 0 < size <= vocab_size:
         raise DartspecError(f"draft vocabulary of {size} ids: must be between 1 and the target's {vocab_size}")
-    counts = Counter(i for e in examples for i in e.ids[e.num_prompt :])
+    counts = Counter(i for e in examples for i in e.answer_ids())
     rank = np.zeros(vocab_size, dtype=np.int64)
     for token, count in counts.items():
         rank[token] = count
@@ -140,5 +210,8 @@ def digest(examples: Sequence[Example]) -> str:
     """Short fingerprint of the examples in their order: what a cache of their states was made from."""
     h = hashlib.sha256()
     for e in examples:
-        h.update(np.asarray([e.num_prompt, len(e.ids), *e.ids], dtype="<i8").tobytes())
+        spans = [e.num_prompt]
+        if len(e.answers) > 1 or e.answers[0][1] < len(e.ids):  # other than one answer at the end
+            spans = [-len(e.answers), *(i for span in e.answers for i in span)]
+        h.update(np.asarray([*spans, len(e.ids), *e.ids], dtype="<i8").tobytes())
     return h.hexdigest()[:16]

@@ -29,7 +29,7 @@ def prepare_held_out(examples: Sequence[Example], states: Sequence[States], view
     """Every `stride`-th answer row, at all offsets."""
     batch, choices = [], []
     for example, s in zip(examples, states, strict=True):
-        rows = loss_mask(len(example.ids), example.num_prompt, 1)[:, 0].nonzero().flatten()[::stride]
+        rows = loss_mask(example, 1)[:, 0].nonzero().flatten()[::stride]
         batch.append(Drawn(example, s, rows, rows))
         choice = torch.full((len(example.ids),), -1, dtype=torch.int64)
         begin = max(0, example.num_prompt - 1)
