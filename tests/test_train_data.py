@@ -142,7 +142,7 @@ def test_long_answers_are_cut_and_empty_ones_dropped(tmp_path: Path) -> None:
         ({"ids": [1, 2, 3], "answers": [[1, 4]]}, r"within the 3 ids .* found \[1, 4\]"),
         ({"ids": [1, 2, 3], "answers": [[2, 2]]}, r"not empty, found \[2, 2\]"),
         ({"ids": [1, 2, 3], "answers": [[1, 3], [2, 3]]}, r"ascending, apart, .* found \[2, 3\]"),
-        ({"ids": [1, 2, 3], "answers": [[0, True]]}, "found"),
+        ({"ids": [1, 2, 3], "answers": [[0, 1.5]]}, "found"),
         ({"ids": [1, 2, 3], "answers": [1, 3]}, "found 1"),
     ],
 )

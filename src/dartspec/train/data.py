@@ -87,16 +87,16 @@ def _ids_of(record: object, key: str, where: str) -> list[int]:
 
 
 def _spans_of(value: object, length: int, where: str) -> tuple[tuple[int, int], ...]:
-    spans, before = [], 0
+    spans: list[tuple[int, int]] = []
     for span in value if isinstance(value, list) else [None]:
-        good = isinstance(span, list) and len(span) == 2 and all(type(i) is int for i in span)
-        if not good or not before <= span[0] < span[1] <= length:
-            raise DartspecError(
-                f'{where}: "answers" must be [start, end] pairs, ascending, apart, within the {length} ids and not '
-                f"empty, found {span if isinstance(value, list) else type(value).__name__}; {_FORMS}"
-            )
-        spans.append((span[0], span[1]))
-        before = span[1]
+        match span:
+            case [int(start), int(end)] if (spans[-1][1] if spans else 0) <= start < end <= length:
+                spans.append((start, end))
+            case _:
+                raise DartspecError(
+                    f'{where}: "answers" must be [start, end] pairs, ascending, apart, within the {length} ids and not '
+                    f"empty, found {span if isinstance(value, list) else type(value).__name__}; {_FORMS}"
+                )
     if not spans:
         raise DartspecError(f'{where}: "answers" is empty, so no token would carry loss; {_FORMS}')
     return tuple(spans)
