@@ -84,13 +84,14 @@ def shared_rows(view: View, ids: Tensor, features: Tensor, first: list[int], anc
 
 
 def training_log_probs(net: DartNet, view: View, ids: Tensor, features: Tensor) -> Tensor:
-    """(d, V) of the last clean row and its masks by the training-time forward."""
+    """(d, V) of the rows that predict by the training-time forward."""
     last = len(ids) - 2
     first, masks = net.shared_forward(shared_rows(view, ids, features, [last], [last]))
     return net.lm_head(torch.cat((first, masks[0]))).log_softmax(-1)
 
 
 FORMS = [{}, {"mask": "official"}, {"final_norm_twice": True}, {"d": 2}, {"num_key_value_heads": 4}, {"taps": (3,)}]
+FORMS.append({"shifted": False})
 
 
 @pytest.mark.parametrize("changes", FORMS)
@@ -108,9 +109,15 @@ def test_block_form_equals_dense_mask_in_rows_and_gradients(changes: dict[str, A
 
     wanted_first, wanted_masks = [], []
     for ids, f, rows, groups in ((ids_a, f_a, firsts[0], anchors[0]), (ids_b, f_b, firsts[1], anchors[1])):
-        dense = dense_forward(net, f.flatten(1), view.embed(ids[1:]), groups)
-        wanted_first.append(dense[rows])
-        wanted_masks.append(dense[len(ids) - 1 :])
+        n = len(ids) - 1
+        if c.shifted:
+            dense = dense_forward(net, f.flatten(1), view.embed(ids[1:]), groups)
+            wanted_first.append(dense[rows])
+            wanted_masks.append(dense[n:])
+        else:  # offset 1 is predicted by the first mask, whichever row it follows
+            dense = dense_forward(net, f.flatten(1), view.embed(ids[1:]), rows + groups)[n:].view(-1, c.d, HIDDEN)
+            wanted_first.append(dense[: len(rows), 0])
+            wanted_masks.append(dense[len(rows) :, 1:].flatten(0, 1))
     wanted = torch.cat([*wanted_first, *wanted_masks])
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
@@ -122,6 +129,23 @@ def test_block_form_equals_dense_mask_in_rows_and_gradients(changes: dict[str, A
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()) + 1e-6)
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+@pytest.mark.parametrize(("first", "anchors"), [([2, 5], []), ([], [3]), ([], [])])
+def test_rows_of_one_kind_only_or_none(shifted: bool, first: list[int], anchors: list[int]) -> None:
+    c = config(shifted=shifted)
+    net, view = random_net(c), View()
+    ids, features = text(9)
+    whole_first, whole_masks = net.shared_forward(shared_rows(view, ids, features, [2, 5], [3]))
+    some = shared_rows(view, ids, features, [], [])._replace(
+        first=[torch.tensor(first, dtype=torch.int64)], anchors=[torch.tensor(anchors, dtype=torch.int64)]
+    )
+    got_first, got_masks = net.shared_forward(some)
+    assert got_first.shape == (len(first), HIDDEN)
+    assert got_masks.shape == (len(anchors), c.d - 1, HIDDEN)
+    torch.testing.assert_close(got_first, whole_first[: len(first)], rtol=0, atol=1e-5)
+    torch.testing.assert_close(got_masks, whole_masks[: len(anchors)], rtol=0, atol=1e-5)
 
 
 def test_dense_layout_is_the_papers_union() -> None:
@@ -159,7 +183,7 @@ def test_a_group_sees_no_later_token_and_no_other_group() -> None:
 @given(
     seed=st.integers(0, 10_000),
     pieces=st.lists(st.integers(1, 9), min_size=1, max_size=8),
-    form=st.sampled_from(FORMS[:4]),
+    form=st.sampled_from([*FORMS[:4], FORMS[-1]]),
 )
 def test_decoding_equals_training_on_the_same_sequence(
     seed: int, pieces: list[int], form: dict[str, Any]
@@ -367,6 +391,7 @@ def test_config_survives_json_and_refuses_what_it_does_not_know(tmp_path: Any) -
         ({"taps": (2, 2, 4)}, "must rise"),
         ({"taps": (1, 2, 5)}, r"must rise within 0\.\.4"),
         ({"mask": "none"}, "'pair' or 'official'"),
+        ({"shifted": 1}, "true or false"),
         ({"num_key_value_heads": 3}, "no multiple"),
         ({"head_dim": 7}, "even"),
         ({"draft_vocab_size": 99}, "exceeds"),

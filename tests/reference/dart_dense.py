@@ -47,11 +47,14 @@ def rotary(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 def dense_forward(net: DartNet, features: Tensor, embeddings: Tensor, anchors: list[int]) -> Tensor:
-    """One sequence: (T, taps * H) features, (T, H) embeddings -> (T + A * m, H) rows, ready for the head."""
+    """One sequence: (T, taps * H) features, (T, H) embeddings -> (T + A * m, H) rows, ready for the head.
+
+    m masks follow an anchor: d - 1 where the last clean row predicts offset 1 (shifted prediction), else d.
+    """
     c = net.config
     w = dict(net.named_parameters())
     layer = "layers.0."
-    m = c.d - 1
+    m = c.num_masks
     clean_residual = features @ w["fc.weight"].T
     clean_x = torch.cat(
         (

@@ -58,6 +58,8 @@ class Config(LayerConfig):
            (`mask_features`, n_taps * target H), treated like any clean row; exportable to vLLM's `peagle`.
            "official": a vector after the norms (`mask_rep`, 2H), whose first H values are also the residual.
     final_norm_twice: the official program applies the final norm twice; ours once.
+    shifted: the last clean row predicts the next token and d - 1 masks the others (the paper's section 3.2); else d
+           masks predict, and the last clean row nothing: what the paper compares with.
     """
 
     title: ClassVar[str] = "DART"
@@ -65,14 +67,17 @@ class Config(LayerConfig):
 
     mask: str = "pair"
     final_norm_twice: bool = False
+    shifted: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.refuse_unless(self.mask in ("pair", "official"), f"mask is {self.mask!r}; must be 'pair' or 'official'")
+        self.refuse_unless(isinstance(self.shifted, bool), f"shifted is {self.shifted!r}; must be true or false")
 
     @property
     def num_masks(self) -> int:
-        return self.d - 1
+        """Behind a prefix; the last `d` rows of prefix and masks predict."""
+        return self.d - 1 if self.shifted else self.d
 
 
 class DartLayer(FusedLayer):
@@ -91,7 +96,7 @@ class SharedRows(NamedTuple):
     embeddings: (N, H) embeddings of the tokens at j + 1.
     lengths:    clean rows of each sequence; they sum to N.
     first:      per sequence, (R,) int64 rows whose offset 1 is wanted.
-    anchors:    per sequence, (A,) int64 rows that a group of d - 1 masks follows (offsets 2..d).
+    anchors:    per sequence, (A,) int64 rows that a group of masks follows, for offsets 2..d.
     """
 
     features: Tensor
@@ -156,52 +161,55 @@ class DartNet(DraftNet):
         softmax of a mask row runs over [scores of the clean keys <= its anchor ; scores of its own group's masks].
 
         A clean row that predicts nothing costs its keys and values only; the projections of a mask are computed once.
+        Unshifted, a `first` row is followed by one mask, which predicts offset 1, and the first of an anchor's d masks
+        is only seen by the others.
         """
         c, attn = self.config, self.layer.self_attn
-        heads, kv, dim, m = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.num_masks
+        heads, kv, dim, later = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.d - 1
         residual, x = self.clean_rows(rows.features, rows.embeddings)
         starts = torch.tensor([0, *rows.lengths]).cumsum(0)[:-1].tolist()
         flat_first = torch.cat([f + s for f, s in zip(rows.first, starts, strict=True)])
-        flat_anchor = torch.cat([a + s for a, s in zip(rows.anchors, starts, strict=True)])
+        num_first, num_groups = len(flat_first), sum(map(len, rows.anchors))
         keys, values = attn.k_proj(x).view(-1, kv, dim), attn.v_proj(x).view(-1, kv, dim)
-        queries = attn.q_proj(x[flat_first]).view(-1, heads, dim)
         mask_residual, mask_x = self.mask_row(x.dtype)
-        mask_q = attn.q_proj(mask_x).view(1, 1, heads, dim)
-        mask_k, mask_v = attn.k_proj(mask_x).view(1, 1, kv, dim), attn.v_proj(mask_x).view(1, kv, 1, 1, dim)
+        mask_q, mask_k = attn.q_proj(mask_x).view(heads, dim), attn.k_proj(mask_x).view(kv, dim)
+        mask_v = attn.v_proj(mask_x).view(kv, 1, 1, dim)
+        queries = attn.q_proj(x[flat_first]).view(-1, heads, dim) if c.shifted else None
 
         # one table for all positions that occur: sequences start at 0, masks run on from their anchor
-        cos, sin = rope_table(torch.arange(max(rows.lengths) + m, device=x.device), dim, c.rope_theta)
-        own_causal = torch.ones(m, m, dtype=torch.bool, device=x.device).tril()
-        out_first, out_masks = [], []
-        taken = 0
+        cos, sin = rope_table(torch.arange(max(rows.lengths) + c.num_masks, device=x.device), dim, c.rope_theta)
+
+        def behind(anchors: Tensor, k: Tensor, v: Tensor, skipped: int, num_masks: int) -> Tensor:
+            """(A, num_masks - skipped, heads * dim): what the masks of each anchor attend to, but for the first ones."""
+            here = torch.arange(k.shape[1], device=x.device)
+            at = anchors[:, None] + torch.arange(1, num_masks + 1, device=x.device)  # positions
+            mc, ms, n = cos[at][:, :, None], sin[at][:, :, None], num_masks - skipped
+            q = rotate(mask_q, mc[:, skipped:], ms[:, skipped:]).view(len(at), n, kv, heads // kv, dim)
+            own_k = rotate(mask_k, mc, ms).permute(2, 0, 1, 3)  # (kv, A, num_masks, dim)
+            own_v = mask_v.expand(kv, len(at), num_masks, dim)
+            causal = torch.ones(n, num_masks, dtype=torch.bool, device=x.device).tril(skipped)
+            q = q.permute(2, 3, 0, 1, 4)  # (kv, group, A, n, dim)
+            out = attend_groups(q, k, v, here[None, :] <= anchors[:, None], own_k, own_v, causal)
+            return out.permute(2, 3, 0, 1, 4).reshape(len(at), n, heads * dim)
+
+        out_first, out_masks, taken = [], [], 0
         for length, start, first, anchors in zip(rows.lengths, starts, rows.first, rows.anchors, strict=True):
-            n_first, n_groups = len(first), len(anchors)
-            here = torch.arange(length, device=x.device)
             k = rotate(keys[start : start + length], cos[:length, None], sin[:length, None])  # (T, kv, dim)
             k, v = k.transpose(0, 1), values[start : start + length].transpose(0, 1)  # (kv, T, dim)
-            q = rotate(queries[taken : taken + n_first], cos[first][:, None], sin[first][:, None])
-            taken += n_first
-            q = q.view(n_first, kv, heads // kv, dim).permute(1, 2, 0, 3)  # (kv, group, R, dim)
-            out = attend_rows(q, k, v, here[None, :] <= first[:, None])
-            out_first.append(out.permute(2, 0, 1, 3).reshape(n_first, heads * dim))
-            if n_groups == 0:
-                continue
+            if queries is not None:
+                q = rotate(queries[taken : taken + len(first)], cos[first][:, None], sin[first][:, None])
+                taken += len(first)
+                q = q.view(len(first), kv, heads // kv, dim).permute(1, 2, 0, 3)  # (kv, group, R, dim)
+                out = attend_rows(q, k, v, torch.arange(length, device=x.device)[None, :] <= first[:, None])
+                out_first.append(out.permute(2, 0, 1, 3).reshape(len(first), heads * dim))
+            else:
+                out_first.append(behind(first, k, v, 0, 1)[:, 0])
+            out_masks.append(behind(anchors, k, v, c.num_masks - later, c.num_masks).flatten(0, 1))
 
-            where = anchors[:, None] + torch.arange(1, m + 1, device=x.device)  # (A, m) positions
-            mc, ms = cos[where][:, :, None], sin[where][:, :, None]
-            qm = rotate(mask_q.expand(n_groups, m, heads, dim), mc, ms)
-            km = rotate(mask_k.expand(n_groups, m, kv, dim), mc, ms).permute(2, 0, 1, 3)  # (kv, A, m, dim)
-            qm = qm.view(n_groups, m, kv, heads // kv, dim).permute(2, 3, 0, 1, 4)  # (kv, group, A, m, dim)
-            vm = mask_v.expand(1, kv, n_groups, m, dim)[0]
-            out = attend_groups(qm, k, v, here[None, :] <= anchors[:, None], km, vm, own_causal)
-            out_masks.append(out.permute(2, 3, 0, 1, 4).reshape(n_groups * m, heads * dim))
-
-        attended = torch.cat([*out_first, *out_masks])
-        n_masks = len(flat_anchor) * m
-        base = torch.cat((residual[flat_first], mask_residual.expand(n_masks, -1)))
-        hidden = self.finish(base, attended)
-        n = len(flat_first)
-        return hidden[:n], hidden[n:].view(len(flat_anchor), m, -1)
+        own = residual[flat_first] if c.shifted else mask_residual.expand(num_first, -1)
+        base = torch.cat((own, mask_residual.expand(num_groups * later, -1)))
+        hidden = self.finish(base, torch.cat([*out_first, *out_masks]))
+        return hidden[:num_first], hidden[num_first:].view(num_groups, later, c.hidden_size)
 
 
 # --- training -------------------------------------------------------------------------------------------------------
@@ -209,7 +217,7 @@ class DartNet(DraftNet):
 
 def start(s: Start) -> DartNet:
     """Fresh weights: the target's last layer where it fits, its head rows, masks as small noise, the rest at random."""
-    net = DartNet(s.config(Config, s.taps or default_taps(s.num_layers)))
+    net = DartNet(s.config(Config, s.taps or default_taps(s.num_layers), ("shifted",)))
     generator = draw(net, s)
     start_fused(net.layer, net.fc, s)
     copy_head(net.lm_head.weight, s)
@@ -301,10 +309,10 @@ class DartDrafter:
             m = c.num_masks
             self._mask_residual = residual.expand(m, -1).contiguous()
             self._mask_qkv = self._qkv(x).expand(m, -1).contiguous()
-        self._layer = self._in_one_call() if packed else None
+        self._layer = self._in_one_call() if packed and c.shifted else None
         self._cos, self._sin = rope_table(torch.arange(0, device=device), c.head_dim, c.rope_theta)
         # where the target's forwards are recorded (CUDA), so are the drafter's
-        recorder = None if packed else getattr(view, "recorder", None)
+        recorder = getattr(view, "recorder", None) if c.shifted and not packed else None
         self._recorded = RecordedDraft(self, recorder, self.search.top_k) if recorder is not None else None
 
     def _in_one_call(self) -> _core.DraftLayer:
@@ -509,12 +517,12 @@ class DartDrafter:
     def _last_rows(
         self, prefix: Prefix, features: Tensor, ids: Tensor, residual_out: Tensor, attended_out: Tensor
     ) -> None:
-        """The remaining clean rows and the masks; the last d rows are attended, (d, heads * dim), into the outputs."""
+        """The remaining clean rows and the masks; the last d of both are attended, (d, heads * dim), into the outputs."""
         c, n, at = self.config, len(ids), prefix.length
         heads, kv, dim, m = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.num_masks
         residual, x = self._inputs(features, ids)
-        residual_out[0] = residual[-1]
-        residual_out[1:] = self._mask_residual
+        residual_out[: c.d - m] = residual[-1]
+        residual_out[c.d - m :] = self._mask_residual
         qkv = torch.cat((self._qkv(x), self._mask_qkv)).view(n + m, heads + 2 * kv, dim)
         end = at + n + m
         turned = rotate(qkv[:, : heads + kv], self._cos[at:end, None], self._sin[at:end, None])
@@ -522,8 +530,8 @@ class DartDrafter:
         keys[:, at:] = turned[:, heads:].transpose(0, 1)
         values[:, at:] = qkv[:, heads + kv :].transpose(0, 1)
         prefix.length = at + n  # the masks' entries lie behind it and will be overwritten
-        # the last row and the masks are the last d keys too, so plain causal attention is what each may see
-        q = turned[n - 1 :, :heads].transpose(0, 1)  # (heads, d, dim)
+        # the rows that predict are the last d keys too, so plain causal attention is what each may see
+        q = turned[n + m - c.d :, :heads].transpose(0, 1)  # (heads, d, dim)
         out = attend(q[None], keys[None], values[None], None, causal=True, num_threads=self._threads)
         attended_out.copy_(out.view(c.d, heads * dim))
 

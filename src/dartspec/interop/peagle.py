@@ -56,6 +56,8 @@ def export_peagle(
             f"a mask of the form {c.mask!r}{twice} cannot be written as peagle: it must be (embedding row, features "
             "before the projection), normed once"
         )
+    if not c.shifted:
+        raise DartspecError("a drafter that was trained with unshifted prediction cannot be written as peagle")
     if tuple(embedding.shape) != (c.vocab_size, c.hidden_size):
         raise DartspecError(
             f"the target's embedding has shape {list(embedding.shape)}, the drafter is for "
