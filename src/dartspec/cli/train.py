@@ -1,68 +1,83 @@
-"""`dartspec train`: a drafter for a model, from a config file and overrides. Thin: `dartspec.train` does the work."""
+"""`dartspec train`: a drafter for a model, from a config file and flags. Thin: `dartspec.train` does the work.
+
+Every key of `TrainConfig` is a flag; they are made from it, so none is named here.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json as json_module
+import re
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
 from dartspec.cli import options as o
 from dartspec.cli.terminal import Terminal
 from dartspec.errors import DartspecError
+from dartspec.train.config import TrainConfig, check_names, read_values
 
 
 def train(
-    config: Annotated[Path | None, typer.Argument(help="JSON file of a training config.", show_default=False)] = None,
+    config: Annotated[Path | None, typer.Argument(help="The same as --config.", show_default=False)] = None,
+    config_: Annotated[
+        Path | None, typer.Option("--config", "-c", help="YAML or JSON file of a training config.", show_default=False)
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", "-s", help="KEY=VALUE over the config file; may be repeated.")
     ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option("--method", help="Which drafter to train; one with weights.  [default: dart]", show_default=False),
-    ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say how much data, memory and time it takes; write nothing.")
+        bool,
+        typer.Option("--dry-run", help="Three real updates: say memory, tokens/s, hours and disk; write nothing."),
     ] = False,
-    dtype: o.DtypeOption = None,
-    device: o.DeviceOption = None,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(help="With --dry-run: what the run may take, such as 8GB.  [default: what is free]"),
+    ] = None,
     json: o.JsonOption = False,
     no_color: o.NoColorOption = False,
     debug: o.DebugOption = False,
+    **flags: Any,
 ) -> None:
     """Train a drafter for a model.
 
-    Needs a target, data (jsonl files of the target's own answers as token ids) and an output folder. Ctrl-C is safe:
-    the same command goes on from the last saved step. The folder OUT/latest can be given to --drafter.
+    Needs a target, data (jsonl files of the target's own answers as token ids) and an output folder, from a config
+    file, from flags, or from both: flags win. Ctrl-C is safe: the same command goes on from the last saved step, and
+    does nothing where the run is finished. The folder that it names at its end can be given to --drafter.
+
+    Several processes or machines: accelerate launch ... -m dartspec train ...
 
     \b
     Examples:
-      dartspec train my-run.json
-      dartspec train my-run.json --set steps=4000 --dry-run
-      dartspec train --set target=./my-model --set data=answers.jsonl --set out=runs/first
-      dartspec train my-run.json --method eagle3 --set out=runs/rival
+      dartspec train --config my-run.yaml
+      dartspec train --config my-run.yaml --steps 4000 --dry-run
+      dartspec train --target ./my-model --data answers.jsonl --out runs/first
+      dartspec train --config my-run.yaml --method eagle3 --out runs/rival
     """
     term = Terminal(json=json, no_color=no_color)
-    values = {**_from_file(config), **dict(map(_override, set_ or ()))}
-    if method is not None:
-        values["method"] = method
-    if isinstance(values.get("data"), str):
-        values["data"] = [values["data"]]
-    for name in ("target", "data", "out"):
-        values.setdefault(name, "")
+    if config is not None and config_ is not None:
+        raise DartspecError(f"two training configs were given, {config} and {config_}: give one")
+    path = config_ or config
+    values = read_values(path) if path is not None else {}
+    values |= dict(map(_override, set_ or ()))
+    values |= {name: _flag(name, value) for name, value in flags.items() if value not in (None, [])}
+    settings = TrainConfig.from_dict(values)
+    limit = None if memory_limit is None else parse_bytes(memory_limit)
+    if limit is not None and not dry_run:
+        raise DartspecError("--memory-limit asks what would fit: give it with --dry-run")
     from dartspec.api import load
-    from dartspec.train.config import TrainConfig
     from dartspec.train.run import train as run
 
-    settings = TrainConfig.from_dict(values)
     # the target as transformers has it: training reads its hidden states, and our kernels are for decoding
     lm = load(
         settings.target,
         drafter="none",
         nodes=0,
-        dtype=dtype,
-        device=device,
+        dtype=settings.dtype or None,
+        device=settings.device or None,
+        revision=settings.revision or None,
         fast=False,
         on_plan=lambda plan: term.note(str(plan)),
     )
@@ -84,26 +99,68 @@ def finished(out: Path, steps: int) -> bool:
     return any(r.get("eval", {}).get("step", 0) >= steps for r in records)
 
 
-def _from_file(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
+def parse_bytes(text: str) -> int:
+    """ "8GB", "500 MB", "2.5GiB" as bytes."""
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     try:
-        values = json_module.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DartspecError(f"the training config {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise DartspecError(f"the training config {path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise DartspecError(f"the training config {path} holds a {type(values).__name__}, expected a JSON object")
-    return values
+        number = float(match[1]) if match else 0.0
+    except ValueError:
+        number = 0.0
+    if match is None or number <= 0:
+        raise DartspecError(f"memory limit {text!r} is not a size such as 8GB or 500MiB")
+    return int(number * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
 
 
 def _override(text: str) -> tuple[str, Any]:
     """KEY=VALUE; the value is JSON where it can be read as such, else a string."""
-    key, sign, value = text.partition("=")
-    if not sign or not key:
+    name, sign, value = text.partition("=")
+    if not sign or not name:
         raise DartspecError(f"--set {text!r} is not KEY=VALUE, such as steps=4000")
+    name = name.replace("-", "_")
+    check_names({name: value}, "--set")
     try:
-        return key.replace("-", "_"), json_module.loads(value)
+        return name, json_module.loads(value)
     except ValueError:
-        return key.replace("-", "_"), value
+        return name, value
+
+
+def _flag(name: str, value: Any) -> Any:
+    """A flag's value as a config file would hold it."""
+    if name != "options":
+        return value
+    try:
+        return json_module.loads(value)
+    except ValueError:
+        raise DartspecError(f'--options {value!r} is not a JSON object such as {{"num_blocks": 2}}') from None
+
+
+def _with_flags() -> None:
+    """Gives `train` an option for each key of the config, in the order that they stand there."""
+    hints = get_type_hints(TrainConfig)
+    plain = inspect.signature(train, eval_str=True)
+    kept = [p for p in plain.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    made = []
+    for f in fields(TrainConfig):
+        hint, name = hints[f.name], (f.metadata["flag"] or f.name).replace("_", "-")
+        default = f.default if f.name != "options" else {}
+        about = f.metadata["about"][0].upper() + f.metadata["about"][1:] + "."
+        if default not in ("", (), {}):
+            shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default).lower()
+            about += f"  [default: {shown}]"
+        kind: Any = hint if hint in (str, int, float, bool) else str
+        if hint == tuple[str, ...]:
+            kind = list[str]
+        metavar = {"taps": "N,N,...", "cache_taps": "N,N,...", "betas": "X,X", "options": "JSON"}.get(f.name)
+        option = typer.Option(
+            f"--{name}/--no-{name}" if hint is bool else f"--{name}", help=about, show_default=False, metavar=metavar
+        )
+        assert kind is not str or hint is str or get_origin(hint) in (tuple, dict)
+        made.append(
+            inspect.Parameter(
+                f.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+            )
+        )
+    train.__signature__ = inspect.Signature([*kept, *made])  # type: ignore[attr-defined]
+
+
+_with_flags()
