@@ -95,6 +95,12 @@ class Metrics:
             counts[r.num_accepted] += 1
         return counts
 
+    @property
+    def accepted_by_position(self) -> list[int]:
+        """Entry i: rounds that accepted more than i draft tokens (vLLM's counts by position)."""
+        counts = self.acceptance_histogram
+        return [sum(counts[i + 1 :]) for i in range(len(counts) - 1)]
+
     # -- time ----------------------------------------------------------------------------------------------------
 
     def _sum_ms(self, name: str) -> float:
@@ -115,6 +121,11 @@ class Metrics:
     @property
     def other_ms(self) -> float:
         return self._sum_ms("other_ms")
+
+    @property
+    def pick_ms(self) -> float:
+        """Of `other_ms`, picking the tokens."""
+        return self._sum_ms("pick_ms")
 
     @property
     def decode_ms(self) -> float:

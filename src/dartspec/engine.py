@@ -61,6 +61,7 @@ class Chunk:
     log_probs: per token (log-probability, likeliest alternatives), when asked for.
     finish: None, or why the sequence ended with this chunk: "stop" or "length"; where many are served also "error" and
     "cancelled". `metrics` is then complete.
+    tree, path: the tree that was verified, and its accepted nodes from the root on; None behind the prefill.
     """
 
     index: int
@@ -72,6 +73,7 @@ class Chunk:
     seed: int
     log_probs: list[tuple[float, list[tuple[int, float]]]] | None = None
     tree: TokenTree | None = None
+    path: list[int] | None = None
 
 
 def generate(
@@ -181,6 +183,7 @@ class Rounds:
         scores = self.session.score(slots, trees, features=any(s.speculates for s in alive))
         clock.mark()
         verdicts = self._verdicts(alive, scores, trees)
+        clock.mark()
         good = [i for i, verdict in enumerate(verdicts) if verdict is not None]
         walked = [v for v in verdicts if v is not None]
         self.session.keep([slots[i] for i in good], [v.path for v in walked])
@@ -207,6 +210,7 @@ class Rounds:
                     verify_ms=times.verify_ms,
                     other_ms=times.other_ms + after_ms,
                     batch=len(alive),
+                    pick_ms=clock.pick_ms,
                 )
             )
         return chunks
@@ -432,6 +436,7 @@ class Running:
         wanted = self.sampler.params.logprobs is not None
         logits = scores.logits[verdict.path] if wanted else scores.logits
         chunk = self._append(tokens, logits, verdict.num_accepted, tree)
+        chunk.path = verdict.path
         rows = verdict.path[: len(chunk.ids)]  # a stop may have cut the rest
         features = scores.features if self.speculates else None
         self._learn(len(rows), None if features is None else take_rows(features, rows))
@@ -486,14 +491,16 @@ class Running:
 
 
 class _Clock:
-    """The stage times of one round: marks before and after the drafter, and before and after the target. Nobody waits
-    for a GPU: it notes the time itself when it comes to a mark, and is asked once the round's tokens are known."""
+    """The stage times of one round: marks before and after the drafter, before and after the target, and behind the
+    picks. Nobody waits for a GPU: it notes the time itself when it comes to a mark, and is asked once the round's tokens
+    are known."""
 
     def __init__(self, device: torch.device, drafter: Drafter) -> None:
         self._device, self._is_cuda, self._drafter = device, device.type == "cuda", drafter
         self._searched = self._search_ms()
         self._marks: list[Any] = []
         self._ended = 0.0
+        self.pick_ms = 0.0
         self.mark()
 
     def mark(self) -> None:
@@ -517,7 +524,8 @@ class _Clock:
     def times(self, num_rows: int, num_padded_rows: int, context: int, num_read: int) -> RoundTimes:
         """`other` is what neither drafter nor target took, up to now."""
         self.mark()
-        began, asked, drafted, cut, verified, now = self._readings()
+        began, asked, drafted, cut, verified, picked, now = self._readings()
+        self.pick_ms = picked - verified
         self._ended = time.perf_counter()
         search = self._search_ms() - self._searched
         other = (asked - began) + (cut - drafted) + (now - verified)

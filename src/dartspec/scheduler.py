@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ class Handle:
         self.index = running.index
         self.error: Exception | None = None
         self.num_reused = 0  # prompt tokens that were copied from another text
+        self.admitted: float | None = None  # when it got its slot, by time.perf_counter
         self._scheduler, self._running = scheduler, running
         self._cancelled = False
         self._chunks: list[Chunk] = []
@@ -272,6 +274,13 @@ class Scheduler:
         with self._turn:
             self._drop_all("cancelled", None)
 
+    def fail(self, error: Exception) -> None:
+        """Ends every request with this error and takes no more: for who drives it, when a step raised."""
+        with self._wake:
+            self._closed = f"it failed ({type(error).__name__}: {error})"
+        with self._turn:
+            self._drop_all("error", error)
+
     def __enter__(self) -> Scheduler:
         return self.start()
 
@@ -308,10 +317,7 @@ class Scheduler:
                 self.step()
         except Exception as error:  # ours, or the machine's: nobody may be left waiting
             _log.exception("the scheduler failed")
-            with self._wake:
-                self._closed = f"it failed ({type(error).__name__}: {error})"
-            with self._turn:
-                self._drop_all("error", error)
+            self.fail(error)
 
     def _read_prompts(self) -> None:
         """Some rows of prompts, so that a long one does not hold up the others; all in order of arrival."""
@@ -339,6 +345,7 @@ class Scheduler:
                 return False
             self._reading = handle = self._waiting.popleft()
         running = handle._running
+        handle.admitted = time.perf_counter()
         try:
             self._rounds.join(running)
         except Exception as error:

@@ -44,6 +44,17 @@ _GROWING_DECODERS = frozenset(
 )
 
 
+def _byte_letters() -> dict[str, int]:
+    """The letter by which byte-level tokenizers write each byte: printable ones as themselves, the others from U+0100
+    on in order (Radford et al. 2019)."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_letters()
+
+
 class Text:
     """A Hugging Face fast tokenizer with the few operations that generation needs.
 
@@ -60,6 +71,7 @@ class Text:
             )
         self.tokenizer = tokenizer
         self._backend = backend
+        self._tokens: dict[int, tuple[str, bytes]] = {}  # what `token` has looked up
 
     # -- sizes and names -------------------------------------------------------------------------------------------
 
@@ -182,6 +194,33 @@ class Text:
         """Text of `ids`, without special tokens unless asked. Never "cleaned up": spaces stay as the model wrote them.
         Bytes that are not UTF-8 become U+FFFD."""
         return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special))
+
+    def token(self, token_id: int) -> tuple[str, bytes]:
+        """One token by itself, special ones too: its text to show, and its bytes. A token that is part of a character
+        is shown as OpenAI does it, `bytes:\\xe2\\x80`; an id without a token is empty."""
+        known = self._tokens.get(token_id)
+        if known is None:
+            raw = self._token_bytes(token_id)
+            try:
+                shown = raw.decode()
+            except UnicodeDecodeError:
+                shown = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+            known = self._tokens[token_id] = shown, raw
+        return known
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        kinds = {part["type"] for part in self._decoder_parts}
+        if token_id not in self._backend.get_added_tokens_decoder():
+            if "ByteLevel" in kinds and all(c in _BYTE_OF for c in piece):
+                return bytes(_BYTE_OF[c] for c in piece)
+            if token_id in self._byte_ids:
+                return bytes([int(piece[1:-1], 16)])
+            if kinds & {"Metaspace", "Replace"}:
+                piece = piece.replace("\u2581", " ")
+        return str(piece).encode("utf-8", "replace")
 
     def stream(self, *, skip_special: bool = True) -> StreamDecoder:
         """A fresh incremental decoder over this tokenizer."""

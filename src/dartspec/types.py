@@ -318,6 +318,7 @@ class RoundRecord:
     verify_ms: float  # T_V: the target's forward over the tree
     other_ms: float  # picking, moving the cache, text, the loop itself
     batch: int = 1  # sequences that shared these times
+    pick_ms: float = 0.0  # of other_ms, what picking the tokens took
 
     @property
     def round_ms(self) -> float:

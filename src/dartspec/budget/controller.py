@@ -321,6 +321,10 @@ class Adaptive:
             self._quiet = LAST_PROBE  # the trial brought more than it promised: another at once
         entry.own = max(-MOST_OWN, min(MOST_OWN, entry.own + surprise / (spread + OWN)))
 
+    def chances(self, tree: TokenTree) -> list[float]:
+        """How likely each node is picked, its parent having been reached; 1 for the root. For who shows a tree."""
+        return [1.0, *_Weighed.of(tree, self.calibration, 0.0).chance[1:].tolist()]
+
     def reliability(self) -> list[tuple[float, float, int]]:
         """(mean predicted probability, share accepted, nodes) of each bin that has nodes."""
         return [(p / n, hit / n, int(n)) for n, hit, p in self.bins.tolist() if n]
