@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import dartspec
 import tiny_cli
 from dartspec.accounting import Metrics, SpeedUp, loop_start
+from dartspec.bench import provenance as provenance_of
 from dartspec.bench import summary
 from dartspec.bench.measure import Method, acceptance_by_position, add_sums, measure, reliability_of, sums
 from dartspec.bench.provenance import layout, provenance
@@ -312,6 +313,53 @@ def test_an_interrupted_run_goes_on_where_it_was(lm: dartspec.LM, tmp_path: Path
     assert execute(c, PROMPTS, nothing_to_load, journal=Journal.open(path, header)) == records
     with pytest.raises(DartspecError, match="unfinished run with another seed: 1, this run has 2"):
         Journal.open(path, {"commit": "x", "seed": 2})
+
+
+def test_a_run_goes_on_though_the_checkout_moved(tmp_path: Path) -> None:
+    """Where the code that is measured is the same, another commit is no other run; where it is not, only if asked."""
+    path, header = tmp_path / "a.journal.jsonl", {"code": "abc", "seed": 1}
+    Journal.open(path, header, "one").append("cell 1", [])
+    later = Journal.open(path, header, "two")
+    assert list(later.done) == ["cell 1"]
+    assert later.facts() == {"commits": ["one", "two"]}
+    later.append("cell 2", [])
+    changed = {**header, "code": "def"}
+    with pytest.raises(DartspecError, match=r"other code \(commit one, now three\): give --mixed-code"):
+        Journal.open(path, changed, "three")
+    mixed = Journal.open(path, changed, "three", mixed=True)
+    assert mixed.facts() == {"commits": ["one", "two", "three"]}
+    assert Journal.open(path, header, "two").facts() == {"commits": ["one", "two"]}
+    with pytest.raises(DartspecError, match="another seed"):
+        Journal.open(path, {**changed, "seed": 2}, "three", mixed=True)
+    assert Journal.open(tmp_path / "new.jsonl", header, "one").facts() == {}
+
+
+def test_a_journal_that_was_cut_off_in_its_first_line_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "a.journal.jsonl"
+    path.write_text('{"code": "ab')
+    assert Journal.open(path, {"seed": 1}).done == {}
+    assert path.read_text() == '{"seed": 1}\n'
+
+
+def test_the_code_that_matters_is_not_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def digest(**changes: str) -> str:
+        files = {
+            "engine.py": "a",
+            "cli/bench.py": "b",
+            "bench/run.py": "c",
+            "bench/report.py": "d",
+            "bench/provenance.py": "",
+        }
+        for name, text in {**files, **changes}.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return provenance_of.code_digest()
+
+    monkeypatch.setattr(provenance_of, "__file__", str(tmp_path / "bench" / "provenance.py"))
+    base = digest()
+    assert digest(**{"cli/bench.py": "x", "bench/report.py": "y"}) == base
+    assert digest(**{"engine.py": "x"}) != base
+    assert digest(**{"bench/run.py": "x"}) != base
 
 
 def test_a_prompt_that_does_not_fit_is_named(lm: dartspec.LM) -> None:

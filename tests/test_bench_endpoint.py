@@ -145,7 +145,8 @@ def test_every_prompt_goes_to_each_server_in_turn() -> None:
         )
     assert [r["server"] for r in made["records"]] == [a, a, f"{b}/v1", f"{b}/v1"] * 4
     assert len(at_a) == len(at_b) == 1 + 8  # the warm-up
-    assert at_a[1] == {
+    first = next(body for body in at_a[1:3] if "0" in body["messages"][0]["content"])  # two come at once
+    assert first == {
         "model": "tiny",
         "messages": [{"role": "user", "content": "prompt 0"}],
         "stream": True,

@@ -104,9 +104,24 @@ class Timing:
     def gaps_ms(self) -> list[float]:
         return [b - a for a, b in zip(self.pieces, self.pieces[1:], strict=False)]
 
+    def record(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "num_tokens": self.num_tokens,
+            "first_ms": round(self.first_ms, 3),
+            "per_token_ms": None if self.per_token_ms is None else round(self.per_token_ms, 4),
+            "end_ms": round(self.end_ms, 3),
+            "gaps_ms": [round(g, 2) for g in self.gaps_ms],
+        }
 
-def ask(server: Server, model: str, prompt: Prompt, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """One streamed answer and its record. Raises DartspecError when the server refuses or breaks off."""
+
+def ask(
+    server: Server, model: str, prompt: Prompt, settings: Mapping[str, Any], since: float | None = None
+) -> dict[str, Any]:
+    """One streamed answer and its record. Raises DartspecError when the server refuses or breaks off.
+
+    since: `time.perf_counter()` that times count from; None: when the request is sent.
+    """
     if not prompt.turns:
         raise DartspecError(f"prompt {prompt.id} is token ids; a server is asked in text: give it turns")
     body = {
@@ -116,7 +131,7 @@ def ask(server: Server, model: str, prompt: Prompt, settings: Mapping[str, Any])
         "stream_options": {"include_usage": True},
         **settings,
     }
-    began = time.perf_counter()
+    began = time.perf_counter() if since is None else since
     answer = server.request("POST", "/v1/chat/completions", body)
     if answer.status != 200:
         said = answer.read(2000).decode("utf-8", "replace")
@@ -143,12 +158,8 @@ def ask(server: Server, model: str, prompt: Prompt, settings: Mapping[str, Any])
         "id": prompt.id,
         "suite": prompt.suite,
         "server": server.url,
-        "num_tokens": timing.num_tokens,
         "counted_by": "server" if usage else "pieces",
-        "first_ms": round(timing.first_ms, 3),
-        "per_token_ms": None if timing.per_token_ms is None else round(timing.per_token_ms, 4),
-        "end_ms": round(timing.end_ms, 3),
-        "gaps_ms": [round(g, 2) for g in timing.gaps_ms],
+        **timing.record(),
         "finish": finish,
         "text": text,
         **({"timings": timings} if timings else {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -18,6 +19,8 @@ from dartspec import __version__
 from dartspec.errors import DartspecError
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
+MEASURED_SUFFIXES = (".py", ".so", ".pyd", ".safetensors", ".ngram", ".json", ".jsonl")
+MEASURING = ("measure.py", "run.py", "latency.py", "prompts")  # files of this folder that decide what is measured
 
 
 def provenance(**more: Any) -> dict[str, Any]:
@@ -97,6 +100,19 @@ def commit() -> str | None:
         return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def code_digest() -> str:
+    """Of all that a measured figure depends on in this package: its code, core and weights, without the command line,
+    training, other people's formats, and what makes pages of results."""
+    here = Path(__file__).parent
+    whole = hashlib.sha256()
+    for path in sorted(p for p in here.parent.rglob("*") if p.is_file() and p.suffix in MEASURED_SUFFIXES):
+        parts = path.relative_to(here.parent).parts
+        if parts[0] in ("cli", "train", "interop") or (parts[0] == "bench" and parts[1] not in MEASURING):
+            continue
+        whole.update("/".join(parts).encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return whole.hexdigest()[:16]
 
 
 def cpu_name() -> str:

@@ -223,25 +223,41 @@ def estimate_hours(config: RunConfig, suites: Mapping[str, Sequence[Prompt]], lm
 
 @dataclass
 class Journal:
-    """Finished cells, one JSON line each, behind a first line that says what run they belong to."""
+    """Finished cells, one JSON line each, behind a first line that says what run they belong to.
+
+    commits: of the code that the cells were measured with, this run's among them; more than one where the run was
+    resumed after the code moved.
+    """
 
     path: Path
     header: Mapping[str, Any]
+    commit: str | None = None
     done: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    commits: list[str | None] = field(default_factory=list)
 
     @classmethod
-    def open(cls, path: Path, header: Mapping[str, Any]) -> Journal:
-        """The journal at `path`, begun if it is not there; another run's is refused."""
-        made = cls(path, json.loads(json.dumps(header)))
-        if not path.exists():
+    def open(cls, path: Path, header: Mapping[str, Any], commit: str | None = None, *, mixed: bool = False) -> Journal:
+        """The journal at `path`, begun if it is not there; another run's is refused.
+
+        commit: what each new cell is noted with. mixed: go on where `header["code"]` alone differs: cells of two
+                versions of the code stand in one result then.
+        """
+        made = cls(path, json.loads(json.dumps(header)), commit, commits=[commit])
+        lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
+        whole = lines[:-1]  # what comes behind the last line end was cut off in writing
+        if not whole:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(made.header) + "\n", encoding="utf-8")
             return made
-        lines = path.read_text(encoding="utf-8").split("\n")
-        whole = lines[:-1]  # what comes behind the last line end was cut off in writing
-        if not whole or json.loads(whole[0]) != made.header:
-            old = json.loads(whole[0]) if whole else {}
-            differs = [k for k in made.header if old.get(k) != made.header[k]] or ["header"]
+        old = json.loads(whole[0])
+        differs = [k for k in {**made.header, **old} if k != "code" and old.get(k) != made.header.get(k)]
+        moved = old.get("code") != made.header.get("code")
+        if moved and not differs and not mixed:
+            raise DartspecError(
+                f"{path} holds an unfinished run of other code (commit {_commit_of(whole)}, now {commit}): give "
+                "--mixed-code to go on and have both commits in the result, or remove the file"
+            )
+        if differs:
             raise DartspecError(
                 f"{path} holds an unfinished run with another {differs[0]}: {old.get(differs[0])!r}, this run has "
                 f"{made.header.get(differs[0])!r}; remove the file, or choose another --out"
@@ -253,8 +269,18 @@ class Journal:
         for line in whole[1:]:
             entry = json.loads(line)
             made.done[entry["key"]] = entry["records"]
+            if (then := entry.get("commit")) not in made.commits:
+                made.commits.insert(-1, then)
         return made
 
     def append(self, key: str, records: list[dict[str, Any]]) -> None:
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"key": key, "records": records}) + "\n")
+            file.write(json.dumps({"key": key, "commit": self.commit, "records": records}) + "\n")
+
+    def facts(self) -> dict[str, Any]:
+        """What the result's provenance adds: every commit, where there was more than one."""
+        return {"commits": self.commits} if len(self.commits) > 1 else {}
+
+
+def _commit_of(lines: Sequence[str]) -> str | None:
+    return next((json.loads(line).get("commit") for line in lines[1:]), None)

@@ -75,3 +75,27 @@ def median(values: Sequence[float], *, level: float = LEVEL, resamples: int = RE
     drawn = np.median(v[np.random.default_rng(seed).integers(len(v), size=(resamples, len(v)))], axis=1)
     low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
     return Estimate(float(np.median(v)), float(low), float(high))
+
+
+def quantiles_in_order(
+    columns: ArrayLike,
+    q: float,
+    figure: Callable[[Floats], Floats],
+    *,
+    level: float = LEVEL,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Estimate:
+    """A figure that follows from quantiles over requests in order of arrival.
+
+    columns: (n, k), k values for each request. figure: (..., k) quantiles -> (...) figures. Requests that follow each
+    other share a queue, so blocks of about sqrt(n) neighbours are drawn and not single ones (moving-block bootstrap).
+    """
+    u = np.asarray(columns, dtype=np.float64)
+    n = len(u)
+    length = max(1, round(n**0.5))
+    starts = np.random.default_rng(seed).integers(n - length + 1, size=(resamples, -(-n // length)))
+    index = (starts[..., None] + np.arange(length)).reshape(resamples, -1)[:, :n]
+    drawn = figure(np.quantile(u[index], q, axis=1))
+    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    return Estimate(float(figure(np.quantile(u, q, axis=0))), float(low), float(high))

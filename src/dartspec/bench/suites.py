@@ -105,7 +105,7 @@ def read(path: Path, most: int | None = None) -> list[Prompt]:
                 row = json.loads(line)
             except ValueError as error:
                 raise DartspecError(f"{path}, line {number} is not JSON: {error}") from error
-            turns, ids = _turns(row)
+            turns, ids = turns_of(row)
             if not turns and not ids:
                 raise DartspecError(
                     f"{path}, line {number} has no prompt: expected an object with turns (a list of texts), prompt "
@@ -119,7 +119,8 @@ def read(path: Path, most: int | None = None) -> list[Prompt]:
     return prompts
 
 
-def _turns(row: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def turns_of(row: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """What a record of a prompt set holds, user turns or token ids; both empty where it is none."""
     if not isinstance(row, dict):
         return (), ()
     if isinstance(ids := row.get("ids"), list) and all(isinstance(i, int) for i in ids):

@@ -21,7 +21,8 @@ from dartspec.errors import DartspecError
 
 if TYPE_CHECKING:
     from dartspec.api import LM
-    from dartspec.bench.run import Cell, RunConfig
+    from dartspec.bench.run import Cell, Journal, RunConfig
+    from dartspec.bench.suites import Prompt
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,6 +37,8 @@ app = typer.Typer(
         "  dartspec bench load --batch 1,4,16               ... and under load?"
     ),
 )
+
+LATE_MS = 50.0  # a request sent later than that is worth a word
 
 SuiteOption = Annotated[
     list[str] | None,
@@ -60,6 +63,9 @@ OutOption = Annotated[
     typer.Option("--out", "-o", help="JSON file of the result; an interrupted run with the same --out goes on."),
 ]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be measured and for how long.")]
+MixedOption = Annotated[
+    bool, typer.Option("--mixed-code", help="Go on with an interrupted run though the code has changed since.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Tables to stderr; the last line of stdout is JSON always.")]
 
 
@@ -84,6 +90,7 @@ def run(
     threads: ThreadsOption = None,
     fast: o.FastOption = True,
     out: OutOption = None,
+    mixed_code: MixedOption = False,
     dry_run: DryRunOption = False,
     json: JsonOption = False,
     no_color: o.NoColorOption = False,
@@ -123,7 +130,8 @@ def run(
         trace=trace,
     )
     term = Terminal(json=json, no_color=no_color)
-    _run("run", config, o.Loading(model, "none", "auto", "0", dtype, device, None, fast), out, dry_run, term)
+    loading = o.Loading(model, "none", "auto", "0", dtype, device, None, fast)
+    _run("run", config, loading, out, mixed_code, dry_run, term)
 
 
 @app.command()
@@ -144,6 +152,7 @@ def load(
     threads: o.ThreadsOption = None,
     fast: o.FastOption = True,
     out: OutOption = None,
+    mixed_code: MixedOption = False,
     dry_run: DryRunOption = False,
     json: JsonOption = False,
     no_color: o.NoColorOption = False,
@@ -177,8 +186,9 @@ def load(
         busy=busy,
     )
     term = Terminal(json=json, no_color=no_color)
+    loading = o.Loading(model, "none", "auto", "0", dtype, device, None, fast)
     with neighbours(busy):
-        _run("load", config, o.Loading(model, "none", "auto", "0", dtype, device, None, fast), out, dry_run, term)
+        _run("load", config, loading, out, mixed_code, dry_run, term)
 
 
 @app.command()
@@ -365,6 +375,159 @@ def endpoint(
 
 
 @app.command()
+def latency(
+    urls: Annotated[
+        list[str] | None, typer.Argument(help="Servers; without any, methods in this process.", show_default=False)
+    ] = None,
+    method: MethodOption = None,
+    rate: Annotated[
+        str | None, typer.Option(help="Requests a second, separated by commas; default: 0.5,1,2, or a trace's own.")
+    ] = None,
+    arrivals: Annotated[str, typer.Option(help="poisson, bursts[:SIZE], or a JSONL file of a trace.")] = "poisson",
+    requests: Annotated[int, typer.Option(min=1, help="Requests at each rate; of a trace, the first ones.")] = 40,
+    repeats: Annotated[int, typer.Option(min=1, help="Times that everything is measured, at other times.")] = 1,
+    suite: SuiteOption = None,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the text, and of the arrivals.")] = 0,
+    max_tokens: MaxTokensOption = 64,
+    slots: Annotated[int, typer.Option(min=1, help="Sequences decoded at once, at most; in this process.")] = 16,
+    served_model: Annotated[str | None, typer.Option(help="Model to ask servers for; default: the first.")] = None,
+    model: o.ModelOption = None,
+    dtype: o.DtypeOption = None,
+    device: o.DeviceOption = None,
+    threads: o.ThreadsOption = None,
+    fast: o.FastOption = True,
+    out: OutOption = None,
+    mixed_code: MixedOption = False,
+    dry_run: DryRunOption = False,
+    json: JsonOption = False,
+    no_color: o.NoColorOption = False,
+    debug: o.DebugOption = False,
+) -> None:
+    """What users wait when requests come at random: first token, time a token, whole answer, by rate.
+
+    Open loop: requests come at their time, answered or not, and times count from then; so a queue shows. Each service
+    (plain decoding and --method, or the URLs) gets the same requests at the same times. A trace is a JSON object a line
+    with `at` in seconds, and the prompt if it has one.
+
+    \b
+    Examples:
+      dartspec bench latency --rate 1,2,4
+      dartspec bench latency --arrivals bursts:8 --method dart@8 --method auto --out bursts.json
+      dartspec bench latency http://localhost:8001 http://localhost:8000 --arrivals my-trace.jsonl
+    """
+    import os
+
+    from rich.progress import Progress
+
+    from dartspec.bench import arrivals as comes
+    from dartspec.bench import latency as waits
+    from dartspec.bench.endpoint import Server
+    from dartspec.bench.measure import PLAIN, Method
+    from dartspec.bench.provenance import provenance, save_result
+    from dartspec.bench.suites import load_suites
+    from dartspec.types import SamplingParams
+
+    term = Terminal(json=json, no_color=no_color)
+    names = list(suite or ["prose", "code"])
+    prompts = _in_turn(load_suites(names))
+    recorded: list[float] | None = None
+    if arrivals.partition(":")[0] not in ("poisson", "bursts"):
+        recorded, own = comes.read_trace(Path(arrivals))
+        recorded, prompts = recorded[:requests], own[:requests] or prompts
+    rates = _list(rate, float, "rate") if rate else (0.0,) if recorded else (0.5, 1.0, 2.0)
+    schedule: list[tuple[int, float, list[float]]] = []
+    for repeat in range(repeats):
+        for r in rates:
+            if recorded is None:
+                times = comes.arrivals(arrivals, r, requests, seed + repeat)
+            else:
+                times = comes.stretched(recorded, r) if rate else recorded
+            schedule.append((repeat, r or round(comes.mean_rate(times), 4), times))
+    prompts = prompts[: max(len(times) for _, _, times in schedule)]
+    settings: dict[str, Any] = {
+        "arrivals": arrivals if recorded is None else Path(arrivals).name,
+        "rates": [r for _, r, _ in schedule[: len(rates)]],
+        "requests": len(schedule[0][2]),
+        "repeats": repeats,
+        "suites": sorted({p.suite for p in prompts}),
+        "temperature": temperature,
+        "seed": seed,
+        "max_tokens": max_tokens,
+    }
+    facts: dict[str, Any] = {}
+    services: list[waits.Service]
+    if urls:
+        if len(set(urls)) < len(urls):
+            raise DartspecError("a server is given twice: name each once")
+        if method:
+            raise DartspecError("--method is measured in this process, URLs are servers: give one or the other")
+        sent = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
+        key = os.environ.get("OPENAI_API_KEY")
+        services = [waits.Remote(Server(url, served_model, key), sent) for url in urls]
+    else:
+        lm = o.Loading(model, "none", "auto", "0", dtype, device, threads, fast).load(term)
+        params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
+        chosen = [m for text in method or ["auto"] for m in Method.parse(text)]
+        plain = Method(PLAIN, 0)
+        ids = {p.id: lm.encode([{"role": "user", "content": p.turns[0]}]) if p.turns else list(p.ids) for p in prompts}
+        services = []
+        for m in [plain, *(m for m in chosen if m != plain)]:
+            of = m.of(lm)
+            named = Method(of.drafter_name, m.nodes, m.index).label if m.drafter == "auto" else m.label
+            services.append(waits.InProcess(named, of, params, ids, slots))
+        facts = _facts(lm)
+        settings["slots"] = slots
+    settings["services"] = [s.name for s in services]
+    least_s = len(services) * sum(times[-1] for _, _, times in schedule)
+    cells = len(services) * len(schedule)
+    if dry_run:
+        term.say(f"{cells} cells by {', '.join(settings['services'])}: at least {least_s / 3600:.2f} hours")
+        _last_line({"dry_run": True, "cells": cells, "hours": round(least_s / 3600, 4)})
+        return
+    journal = None
+    if out is not None:
+        journal = _journal(out, {"kind": "latency", **settings, **facts}, cells, mixed_code, term)
+    with Progress(console=term.err, transient=True) as progress:
+        task = progress.add_task("measuring", total=cells)
+        records = waits.measure(
+            services,
+            prompts,
+            schedule,
+            journal=journal,
+            advance=lambda what: progress.update(task, advance=1, description=what),
+        )
+    result: dict[str, Any] = {"kind": "latency", "config": settings, "rows": waits.rows(records), "records": records}
+    result["provenance"] = provenance(**facts, **(journal.facts() if journal else {}))
+    _latency_table(result, term)
+    if out is not None and journal is not None:
+        save_result(out, result)
+        journal.path.unlink()
+        term.note(f"written: {out}")
+    _last_line({"kind": "latency", "rows": result["rows"], "out": out and str(out)})
+
+
+def _latency_table(result: dict[str, Any], term: Terminal) -> None:
+    from dartspec.bench.latency import WAITS
+
+    table = Table("a second", "service", "at once", "tok/s", box=box.SIMPLE_HEAD)
+    for wait in WAITS.values():
+        table.add_column(f"{wait}, ms\np50 / p90 / p99", justify="right")
+    for name in ("answer, p50: faster [95 %]", "p90: faster [95 %]", "equal", "refused"):
+        table.add_column(name, justify="right")
+    for r in result["rows"]:
+        waits = [" / ".join(f"{e[0]:.4g}" if (e := r[w][p]) else "-" for p in ("p50", "p90", "p99")) for w in WAITS]
+        e = r.get("against_first")
+        ratios = [_interval(e["end_ms"][p]) if e and e["end_ms"][p] else "" for p in ("p50", "p90")]
+        equal = f"{e['num_equal']}/{e['num_pairs']}" if e else ""
+        begin = f"{r['rate']:g}", r["service"], f"{r['in_progress']:.1f}", f"{r['tokens_per_s']:.0f}"
+        table.add_row(*begin, *waits, *ratios, equal, str(r["num_refused"] or ""))
+    _print(table, term)
+    if any(r["most_late_ms"] > LATE_MS for r in result["rows"]):
+        term.note("some requests were sent more than 50 ms late: this machine is too busy for such a rate")
+
+
+@app.command()
 def capture(
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")],
     drafter: o.DrafterOption = "auto",
@@ -509,7 +672,15 @@ def _axis(text: str) -> tuple[str, list[Any]]:
         ) from None
 
 
-def _run(kind: str, config: RunConfig, loading: o.Loading, out: Path | None, dry_run: bool, term: Terminal) -> None:
+def _run(
+    kind: str,
+    config: RunConfig,
+    loading: o.Loading,
+    out: Path | None,
+    mixed_code: bool,
+    dry_run: bool,
+    term: Terminal,
+) -> None:
     """Both verbs: the cells, the journal, the result, the table."""
     from dataclasses import replace
 
@@ -523,8 +694,8 @@ def _run(kind: str, config: RunConfig, loading: o.Loading, out: Path | None, dry
     )
 
     from dartspec.bench.measure import reliability_of
-    from dartspec.bench.provenance import commit, provenance, save_result
-    from dartspec.bench.run import Journal, estimate_hours, execute, plan
+    from dartspec.bench.provenance import provenance, save_result
+    from dartspec.bench.run import estimate_hours, execute, plan
     from dartspec.bench.suites import load_suites
     from dartspec.bench.summary import against_best_fixed, over_cells, rows
 
@@ -555,20 +726,10 @@ def _run(kind: str, config: RunConfig, loading: o.Loading, out: Path | None, dry
         )
         _last_line({"dry_run": True, "cells": len(cells), "answers": prompts, "hours": round(hours, 4)})
         return
-    facts = {
-        "model": first.target.name,
-        "weights_fingerprint": first.target.weights_fingerprint,
-        "device": str(first.target.device),
-        "dtype": str(first.target.dtype).removeprefix("torch."),
-        "kernels": first.fast_note,
-        "template_hash": first.text.template_hash,
-    }
+    facts = _facts(first)
     journal = None
     if out is not None:
-        header = {"kind": kind, **settings, **facts, "commit": commit()}
-        journal = Journal.open(out.with_suffix(".journal.jsonl"), header)
-        if journal.done:
-            term.note(f"{len(journal.done)} of {len(cells)} cells are in {journal.path}: going on behind them")
+        journal = _journal(out, {"kind": kind, **settings, **facts}, len(cells), mixed_code, term)
     reliability: dict[str, list[list[float]]] = {}
 
     def collect(lms: Mapping[str, LM]) -> None:
@@ -589,7 +750,7 @@ def _run(kind: str, config: RunConfig, loading: o.Loading, out: Path | None, dry
         entries = against_best_fixed(records)
         result["auto"] = entries
         result["over_cells"] = {n: over_cells(entries, n) for n in ("against_plain", "against_best_fixed")}
-    result |= {"records": records, "provenance": provenance(**facts)}
+    result |= {"records": records, "provenance": provenance(**facts, **(journal.facts() if journal else {}))}
     (_load_table if kind == "load" else _run_table)(result, term)
     if out is not None and journal is not None:
         save_result(out, result)
@@ -600,17 +761,44 @@ def _run(kind: str, config: RunConfig, loading: o.Loading, out: Path | None, dry
     )
 
 
-def _merged(names: list[str]) -> dict[str, Any]:
-    """Each name's sets joined into one, the sets' prompts in turn."""
-    from itertools import chain, zip_longest
+def _facts(lm: LM) -> dict[str, Any]:
+    """What a measurement's provenance says of the model."""
+    return {
+        "model": lm.target.name,
+        "weights_fingerprint": lm.target.weights_fingerprint,
+        "device": str(lm.target.device),
+        "dtype": str(lm.target.dtype).removeprefix("torch."),
+        "kernels": lm.fast_note,
+        "template_hash": lm.text.template_hash,
+    }
 
+
+def _journal(out: Path, header: Mapping[str, Any], num_cells: int, mixed_code: bool, term: Terminal) -> Journal:
+    """The journal beside a result; a run goes on where neither its settings nor the code that matters changed."""
+    from dartspec.bench.provenance import code_digest, commit
+    from dartspec.bench.run import Journal
+
+    whole = {**header, "code": code_digest()}
+    journal = Journal.open(out.with_suffix(".journal.jsonl"), whole, commit(), mixed=mixed_code)
+    if journal.done:
+        term.note(f"{len(journal.done)} of {num_cells} cells are in {journal.path}: going on behind them")
+    if len(journal.commits) > 1:
+        term.note(f"measured at several commits: {', '.join(map(str, journal.commits))}")
+    return journal
+
+
+def _merged(names: list[str]) -> dict[str, list[Prompt]]:
+    """Each name's sets joined into one, the sets' prompts in turn."""
     from dartspec.bench.suites import load_suites
 
-    joined: dict[str, Any] = {}
-    for name in names:
-        sets = load_suites([name]).values()
-        joined[Path(name).stem] = [p for p in chain(*zip_longest(*sets)) if p is not None]
-    return joined
+    return {Path(name).stem: _in_turn(load_suites([name])) for name in names}
+
+
+def _in_turn(sets: Mapping[str, list[Prompt]]) -> list[Prompt]:
+    """One prompt of each set, then the next of each."""
+    from itertools import chain, zip_longest
+
+    return [p for p in chain(*zip_longest(*sets.values())) if p is not None]
 
 
 @contextmanager
