@@ -16,6 +16,7 @@ from dartspec.train.data import loss_mask
 from dartspec.tree import check
 from dartspec.types import Committed
 from reference import dflash as reference
+from reference.prefixes import row_weight
 from test_dart_net import HIDDEN, VOCAB, View, text
 from test_eagle3 import drawn, same, scored_paths
 
@@ -114,9 +115,10 @@ def test_the_loss_and_its_gradients_are_the_papers() -> None:
             for t in range(1, c.d + 1):
                 if valid[a, t - 1]:
                     q = view.lm_head(e.states.final[a + t]).softmax(0)[net.target_ids()]
-                    losses[t - 1].append(-(q * log_probs[t - 1]).sum())
+                    weight = row_weight(e.example, e.anchors.tolist(), t, [one.example for one in examples])
+                    losses[t - 1].append(-weight * (q * log_probs[t - 1]).sum())
     assert step.counts.tolist() == [len(x) for x in losses]
-    total = sum(gamma**t * torch.stack(x).mean() for t, x in enumerate(losses))
+    total = sum(gamma**t * torch.stack(x).sum() for t, x in enumerate(losses))
     torch.testing.assert_close(step.loss, total, rtol=1e-5, atol=1e-5)
     names, parameters = zip(*net.named_parameters(), strict=True)
     ours, theirs = torch.autograd.grad(step.loss, parameters), torch.autograd.grad(total, parameters)

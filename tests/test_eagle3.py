@@ -19,6 +19,7 @@ from dartspec.train.features import States
 from dartspec.tree import check
 from dartspec.types import Committed, TokenTree
 from reference import eagle3 as reference
+from reference.prefixes import row_weight
 from test_dart_net import HIDDEN, VOCAB, View, text
 
 
@@ -225,9 +226,11 @@ def test_the_unrolled_loss_and_its_gradients_are_the_papers(norm_before_residual
                 embeddings = view.table[ids[1 : j + 1 + t]]
                 x = reference.outputs(weights, c, features[: j + 1], embeddings)[-1]
                 q = view.lm_head(e.states.final[j + t]).softmax(0)[net.target_ids()]
-                losses[t - 1].append(-(q * reference.log_probs(weights, c, x)).sum())
+                rows = [row for row, offset in wanted if offset == t]
+                weight = row_weight(e.example, rows, t, [one.example for one in examples])
+                losses[t - 1].append(-weight * (q * reference.log_probs(weights, c, x)).sum())
     assert step.counts.tolist() == [len(x) for x in losses]
-    total = sum(gamma**t * torch.stack(x).mean() for t, x in enumerate(losses))
+    total = sum(gamma**t * torch.stack(x).sum() for t, x in enumerate(losses))
     torch.testing.assert_close(step.loss, total, rtol=1e-5, atol=1e-5)
     names, parameters = zip(*net.named_parameters(), strict=True)
     ours, theirs = torch.autograd.grad(step.loss, parameters), torch.autograd.grad(total, parameters)

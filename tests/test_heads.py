@@ -17,6 +17,7 @@ from dartspec.train.data import loss_mask
 from dartspec.types import Committed
 from reference import hydra as reference
 from reference.dflash import product_tree
+from reference.prefixes import row_weight
 from test_dart_net import HIDDEN, VOCAB, View
 from test_eagle3 import drawn, same, scored_paths
 
@@ -169,9 +170,11 @@ def check_loss(module: Any, net: Any, view: View, predict: Any) -> None:
         for j, t in wanted:
             if valid[j, t - 1]:
                 q = view.lm_head(e.states.final[j + t]).softmax(0)[net.target_ids()]
-                losses[t - 1].append(-(q * predict(named, c, e, j, t)).sum())
+                rows = [row for row, offset in wanted if offset == t]
+                weight = row_weight(e.example, rows, t, [one.example for one in examples(view)])
+                losses[t - 1].append(-weight * (q * predict(named, c, e, j, t)).sum())
     assert step.counts.tolist() == [len(x) for x in losses]
-    total = sum(gamma**t * torch.stack(x).mean() for t, x in enumerate(losses))
+    total = sum(gamma**t * torch.stack(x).sum() for t, x in enumerate(losses))
     torch.testing.assert_close(step.loss, total, rtol=1e-5, atol=1e-5)
     names, parameters = zip(*net.named_parameters(), strict=True)
     ours, theirs = torch.autograd.grad(step.loss, parameters), torch.autograd.grad(total, parameters)

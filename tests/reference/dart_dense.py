@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from dartspec.drafters.dart import DartNet
+from dartspec.train.data import Example
+from reference.prefixes import carries, row_weight
 
 
 def layout(num_clean: int, anchors: list[int], m: int) -> tuple[Tensor, Tensor]:
@@ -98,35 +100,32 @@ def dense_forward(net: DartNet, features: Tensor, embeddings: Tensor, anchors: l
 
 
 def dense_loss(
-    net: DartNet,
-    sequences: list[tuple[Tensor, Tensor, Tensor, int, int, list[int], list[int]]],
-    gamma: float,
+    net: DartNet, sequences: list[tuple[Example, Tensor, Tensor, Tensor, list[int], list[int]]], gamma: float
 ) -> Tensor:
-    """The loss of one update over several sequences, each offset averaged over its valid rows of all of them.
+    """The loss of one update over several sequences, each offset averaged over the valid positions of all prefixes.
 
-    A sequence: features (T, taps * H) of tokens 0..T-1, embeddings of tokens 1..T-1, the target's full-vocabulary
-    logits (T, V), T, num_prompt, rows whose offset 1 counts, anchors whose offsets 2..d count.
+    A sequence: its ids and answers, features (T, taps * H) of tokens 0..T-1, embeddings of tokens 1..T-1, the target's
+    full-vocabulary logits (T, V), rows whose offset 1 counts, anchors whose offsets 2..d count.
     """
-    d = net.config.d
+    d, m = net.config.d, net.config.num_masks
     draft_ids = net.target_ids()
-    sums = [torch.zeros(()) for _ in range(d)]
-    counts = [0] * d
-    for features, embeddings, logits, length, num_prompt, first, anchors in sequences:
-        rows = dense_forward(net, features[: length - 1], embeddings, anchors)
-        wanted = [(j, 1, rows[j]) for j in first]
-        wanted += [
-            (a, t, rows[length - 1 + g * (d - 1) + t - 2]) for g, a in enumerate(anchors) for t in range(2, d + 1)
-        ]
-        for j, t, row in wanted:
-            predicted = j + 1 + t
-            if not num_prompt <= predicted < length:
-                continue
-            q = logits[j + t].softmax(-1)[draft_ids]
-            log_p = (row @ net.lm_head.weight.T).log_softmax(-1)
-            sums[t - 1] = sums[t - 1] - (q * log_p).sum()
-            counts[t - 1] += 1
+    examples = [one[0] for one in sequences]
     total = torch.zeros(())
-    for t in range(d):
-        if counts[t]:
-            total = total + gamma**t * sums[t] / counts[t]
+    for example, features, embeddings, logits, first, anchors in sequences:
+        n = len(example.ids) - 1
+        rows = dense_forward(net, features[:n], embeddings, [*first, *anchors])
+        masks = rows[n:].view(-1, m, rows.shape[-1])
+        for g, j in enumerate(first):
+            row = rows[j] if net.config.shifted else masks[g, 0]
+            if carries(example, j, 1):
+                q = logits[j + 1].softmax(-1)[draft_ids]
+                loss = -(q * (row @ net.lm_head.weight.T).log_softmax(-1)).sum()
+                total = total + row_weight(example, first, 1, examples) * loss
+        for g, a in enumerate(anchors, len(first)):
+            for t in range(2, d + 1):
+                if carries(example, a, t):
+                    q = logits[a + t].softmax(-1)[draft_ids]
+                    row = masks[g, t - 1 - (d - m)]
+                    loss = -(q * (row @ net.lm_head.weight.T).log_softmax(-1)).sum()
+                    total = total + gamma ** (t - 1) * row_weight(example, anchors, t, examples) * loss
     return total

@@ -53,12 +53,14 @@ class Predicted(NamedTuple):
 
     hidden: (n, H) ready for the head. head: (V, H) its weight, a row for each draft id.
     row:    (n,) int64, j counted over the tokens of all sequences end to end. offset: (n,) int64, t in 1..d.
+    continuity: not the drafter's guess but that of its learned continuity (`_bigram`), which is counted apart.
     """
 
     hidden: Tensor
     head: Tensor
     row: Tensor
     offset: Tensor
+    continuity: bool = False
 
 
 class Batch(Protocol):

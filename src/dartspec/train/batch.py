@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from dartspec.drafters._train import Predicted, Rows
 from dartspec.errors import DartspecError
 from dartspec.train.data import Example, loss_mask
 from dartspec.train.features import States
-from dartspec.train.loss import Teacher, draft_loss
+from dartspec.train.loss import Labels, Teacher, Teaches, acceptance, draft_loss
 from dartspec.types import TargetView
 
 
@@ -27,15 +27,30 @@ class Drawn(NamedTuple):
 
 
 def draw_rows(
-    example: Example, *, num_first: int, num_anchors: int, generator: torch.Generator
+    example: Example, *, num_first: int, num_anchors: int, generator: torch.Generator, share: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Rows with a valid offset 1 for `first`, rows with a valid offset 2 for `anchors`; all where there are few.
 
-    Drawn without replacement, ascending. Every row is as likely as any other, so the mean over rows estimates the
-    mean over all prefixes, which is the paper's loss.
+    share: where above 0, that share of either, at least one, in place of the two numbers; 1 is every prefix.
+
+    Drawn without replacement, ascending. Every row is as likely as any other, and `TrainBatch` lets each stand for as
+    many as it was drawn from: in expectation its loss is that of all prefixes, the paper's.
     """
     valid = loss_mask(example, 2)
+    if share:
+        num_first, num_anchors = (max(1, round(share * int(n))) for n in valid.sum(0))
     return _some(valid[:, 0], num_first, generator), _some(valid[:, 1], num_anchors, generator)
+
+
+def num_valid(examples: Iterable[Example], d: int) -> Tensor:
+    """(d,) float32: positions that carry loss at each offset when every prefix is trained. A prefix has later offsets
+    where it has the second."""
+    total = torch.zeros(d)
+    for example in examples:
+        valid = loss_mask(example, d)
+        total[0] += valid[:, 0].sum()
+        total[1:] += (valid[:, 1:] & valid[:, 1:2]).sum(0)
+    return total
 
 
 def _some(valid: Tensor, most: int, generator: torch.Generator) -> Tensor:
@@ -96,19 +111,31 @@ class Sequences:
 
 
 class Step(NamedTuple):
-    """loss: the weighted sum, to be differentiated. sums, counts: (d,) per-offset sum of row losses and valid rows."""
+    """loss: the weighted sum, to be differentiated. By offset, (d,) each, sums over the rows drawn: `sums` of their
+    losses, `mass` of q(D), `counts` how many were valid. continuity: (2,) the loss summed, and rows, of the learned
+    continuity."""
 
     loss: Tensor
     sums: Tensor
     counts: Tensor
+    mass: Tensor
+    continuity: Tensor
+
+
+OBJECTIVES = ("kl", "one_hot", "acceptance")
 
 
 class TrainBatch(Sequences):
     """`loss` is the distillation loss of an update.
 
     teacher_head: (V, H) the target's head rows of the draft vocabulary.
-    gamma:  weight gamma^(t-1) of offset t, each averaged over its valid rows of the whole update.
-    counts: (d,) those valid rows, where the update has more batches than this one.
+    gamma:  weight gamma^(t-1) of offset t, each averaged over its valid positions of the whole update; 1 is uniform.
+    counts: (d,) those positions (`num_valid`), where the update has more batches than this one.
+    objective: "kl" to the target's distribution; "one_hot", the token that stands in the answer in its place, which
+        needs `draft_ids`; "acceptance": kl, each later offset weighted by how likely the drafter's own guesses before
+        it are accepted, the product of `loss.acceptance` over the earlier offsets of its prefix (where one was not
+        drawn, the batch's mean).
+    draft_ids: (V,) int64 the target's id of each draft id.
     """
 
     def __init__(
@@ -123,30 +150,79 @@ class TrainBatch(Sequences):
         gamma: float,
         *,
         chunk: int = 256,
+        vocabulary_chunk: int = 0,
         counts: Tensor | None = None,
+        objective: str = "kl",
+        draft_ids: Tensor | None = None,
     ) -> None:
         super().__init__(drawn, view, kept, taps, dtype)
-        self.teacher_head, self.gamma, self.d, self.chunk, self.counts = teacher_head, gamma, d, chunk, counts
+        self.teacher_head, self.gamma, self.d, self.chunk = teacher_head, gamma, d, chunk
+        self.vocabulary_chunk, self.objective, self.draft_ids = vocabulary_chunk, objective, draft_ids
+        self._whole = torch.stack([num_valid([one.example], d) for one in drawn])  # (sequences, d)
+        self.counts = self._whole.sum(0) if counts is None else counts
+        lengths = torch.tensor([len(one.example.ids) for one in drawn])
+        self._sequence = torch.arange(len(drawn)).repeat_interleave(lengths)  # by row
+
+    def labels(self) -> Labels:
+        if self.draft_ids is None:
+            raise DartspecError("the one-hot objective needs the draft vocabulary's ids")
+        following = torch.cat([torch.tensor([*d.example.ids[1:], -1]) for d in self.drawn])
+        place = torch.searchsorted(self.draft_ids, following).clamp(max=len(self.draft_ids) - 1)
+        return Labels(place.where(self.draft_ids[place] == following, -1), len(self.draft_ids))
 
     def loss(self, predicted: Sequence[Predicted]) -> Step:
-        taught = [self.taught(p) for p in predicted]
-        offsets = torch.cat([p.offset[ok] for p, (_, ok) in zip(predicted, taught, strict=True)])
-        valid = torch.bincount(offsets - 1, minlength=self.d).float()
-        counts = valid if self.counts is None else self.counts
-        weight = self.gamma ** torch.arange(self.d, dtype=torch.float32) / counts.clamp(min=1.0)
-        total, sums = torch.zeros(()), torch.zeros(self.d)
-        for p, (position, ok) in zip(predicted, taught, strict=True):
+        valid: list[tuple[Predicted, Tensor]] = []
+        for p in predicted:
+            position, ok = self.taught(p)
             keep = ok.nonzero().flatten()
             keep = keep[position[keep].argsort(stable=True)]  # neighbours then share their teacher
-            offset = p.offset[keep] - 1
-            loss, per_row = draft_loss(
-                p.hidden[keep],
+            valid.append((p._replace(hidden=p.hidden[keep], row=p.row[keep], offset=p.offset[keep]), position[keep]))
+        by_offset = self.gamma ** torch.arange(self.d, dtype=torch.float32) / self.counts.clamp(min=1.0)
+        reached = self._reached(valid) if self.objective == "acceptance" else None
+        total, continuity = torch.zeros(()), torch.zeros(2)
+        sums, counts, mass = torch.zeros(self.d), torch.zeros(self.d), torch.zeros(self.d)
+        for p, position in valid:
+            at = p.offset - 1
+            weight = by_offset[at] * self._stands_for(p, valid)
+            if reached is not None and not p.continuity:
+                weight = weight * reached[p.row, at]
+            loss, per_row, in_draft = draft_loss(
+                p.hidden,
                 p.head,
-                self.teacher(self.teacher_head, p.hidden.dtype),
-                position[keep],
-                weight[offset],
+                self._taught_by(p.hidden.dtype),
+                position,
+                weight,
                 chunk=self.chunk,
+                vocabulary_chunk=self.vocabulary_chunk,
             )
             total = total + loss
-            sums.index_add_(0, offset, per_row.detach())
-        return Step(total, sums, valid)
+            if p.continuity:
+                continuity += torch.tensor([float(per_row.sum()), len(per_row)])
+                continue
+            for into, values in ((sums, per_row), (counts, torch.ones_like(per_row)), (mass, in_draft)):
+                into.index_add_(0, at, values)
+        return Step(total, sums, counts, mass, continuity)
+
+    def _taught_by(self, dtype: torch.dtype) -> Teaches:
+        return self.labels() if self.objective == "one_hot" else self.teacher(self.teacher_head, dtype)
+
+    def _stands_for(self, p: Predicted, valid: Sequence[tuple[Predicted, Tensor]]) -> Tensor:
+        """(n,) for how many prefixes of its sequence each row of `p` stands: all there are over those drawn, which at
+        later offsets are those drawn for the second."""
+        drawn = torch.zeros_like(self._whole)
+        for other, _ in valid:
+            if other.continuity == p.continuity:
+                drawn.index_put_((self._sequence[other.row], other.offset - 1), torch.ones(len(other.row)), True)
+        scale = (self._whole / drawn.clamp(min=1.0))[:, :2]
+        return scale[self._sequence[p.row], (p.offset > 1).long()]
+
+    def _reached(self, valid: Sequence[tuple[Predicted, Tensor]]) -> Tensor:
+        """(rows, d) how likely all guesses before each offset of a row are accepted."""
+        accepted = torch.full((len(self._sequence), self.d), float("nan"))
+        for p, position in valid:
+            if not p.continuity:
+                teacher = self._taught_by(p.hidden.dtype)
+                accepted[p.row, p.offset - 1] = acceptance(p.hidden, p.head, teacher, position, chunk=self.chunk)
+        mean = accepted.nanmean(0).nan_to_num(1.0)
+        accepted = accepted.where(~accepted.isnan(), mean)
+        return torch.cat((torch.ones(len(accepted), 1), accepted[:, :-1].cumprod(1)), dim=1)

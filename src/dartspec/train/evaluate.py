@@ -64,6 +64,8 @@ class _Tested(Sequences):
         sums = torch.zeros(5, self.right.shape[1], dtype=torch.float64)
         answer = self.sequences[0].ids
         for p in predicted:
+            if p.continuity:
+                continue
             teacher = self.teacher(self.head, self.dtype)
             positions, valid = self.taught(p)
             for at in range(0, len(p.hidden), 128):
