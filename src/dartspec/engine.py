@@ -491,9 +491,9 @@ class Running:
 
 
 class _Clock:
-    """The stage times of one round: marks before and after the drafter, before and after the target, and behind the
-    picks. Nobody waits for a GPU: it notes the time itself when it comes to a mark, and is asked once the round's tokens
-    are known."""
+    """The stage times of one round: marks before and after the drafter, before and after the target, and after the
+    picks. Nobody waits for a GPU: it notes the time itself when it comes to a mark, and is asked once the tokens are
+    known."""
 
     def __init__(self, device: torch.device, drafter: Drafter) -> None:
         self._device, self._is_cuda, self._drafter = device, device.type == "cuda", drafter

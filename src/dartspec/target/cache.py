@@ -6,6 +6,7 @@ path of all layers in two copies.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dartspec.device import send
+
+ALIGNMENT = 64  # bytes: torch's own
 
 
 class LayerShape(NamedTuple):
@@ -134,6 +137,16 @@ class Raw(NamedTuple):
     end: int
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On the CPU the system's own zero pages, which take no time and no memory until they are written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    pages = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
+    first = -pages.ctypes.data % ALIGNMENT
+    return torch.from_numpy(pages[first : first + num_bytes]).view(dtype).view(shape)
+
+
 class SlotCache(Cache):  # type: ignore[misc]
     """The keys and values of up to `rows` sequences of at most `capacity` positions each.
 
@@ -152,8 +165,8 @@ class SlotCache(Cache):  # type: ignore[misc]
         for (heads, dk, dv, dtype, device), indices in members.items():
             n = len(indices)
             # zeros, not empty: positions that padding rows look at must hold finite numbers
-            keys = torch.zeros(n, rows, heads, capacity + spare, dk, dtype=dtype, device=device)
-            values = torch.zeros(n, rows, heads, capacity + spare, dv, dtype=dtype, device=device)
+            keys = _zeros((n, rows, heads, capacity + spare, dk), dtype, device)
+            values = _zeros((n, rows, heads, capacity + spare, dv), dtype, device)
             self._groups.append((keys, values))
             for i, layer in enumerate(indices):
                 layers[layer] = SlotLayer(keys[i], values[i], self.window)
