@@ -78,15 +78,21 @@ class Sequences:
     def __init__(
         self, drawn: Sequence[Drawn], view: TargetView, kept: Sequence[int], taps: Sequence[int], dtype: torch.dtype
     ) -> None:
-        self.drawn, self.view, self.dtype = drawn, view, dtype
+        self.drawn, self.view, self.dtype, self.device = drawn, view, dtype, view.device
         self.sequences = [
-            Rows(torch.tensor(d.example.ids), select_taps(d.states, kept, taps).to(dtype), d.first, d.anchors)
+            Rows(
+                torch.tensor(d.example.ids, device=self.device),
+                select_taps(d.states, kept, taps).to(self.device, dtype),
+                d.first.to(self.device),
+                d.anchors.to(self.device),
+            )
             for d in drawn
         ]
         lengths = torch.tensor([0, *(len(d.example.ids) for d in drawn)])
         self.starts: list[int] = lengths.cumsum(0)[:-1].tolist()
         self._end = torch.cat([base + torch.full((n,), n) for base, n in self._spans()])  # by row: its sequence's end
-        self._is_answer = torch.cat([d.example.is_answer() for d in drawn])
+        self._end = self._end.to(self.device)
+        self._is_answer = torch.cat([d.example.is_answer() for d in drawn]).to(self.device)
 
     def _spans(self) -> list[tuple[int, int]]:
         return [(base, len(d.example.ids)) for base, d in zip(self.starts, self.drawn, strict=True)]
@@ -106,8 +112,8 @@ class Sequences:
         return (p.row + p.offset).minimum(end - 1), self._is_answer[token.minimum(end - 1)] & (token < end)
 
     def teacher(self, head: Tensor, dtype: torch.dtype) -> Teacher:
-        final = torch.cat([d.states.final for d in self.drawn])
-        return Teacher(final.to(dtype), head.to(dtype), torch.cat([d.states.log_norm for d in self.drawn]))
+        final = torch.cat([d.states.final for d in self.drawn]).to(self.device, dtype)
+        return Teacher(final, head.to(dtype), torch.cat([d.states.log_norm for d in self.drawn]).to(self.device))
 
 
 class Step(NamedTuple):
@@ -120,9 +126,6 @@ class Step(NamedTuple):
     counts: Tensor
     mass: Tensor
     continuity: Tensor
-
-
-OBJECTIVES = ("kl", "one_hot", "acceptance")
 
 
 class TrainBatch(Sequences):
@@ -158,15 +161,15 @@ class TrainBatch(Sequences):
         super().__init__(drawn, view, kept, taps, dtype)
         self.teacher_head, self.gamma, self.d, self.chunk = teacher_head, gamma, d, chunk
         self.vocabulary_chunk, self.objective, self.draft_ids = vocabulary_chunk, objective, draft_ids
-        self._whole = torch.stack([num_valid([one.example], d) for one in drawn])  # (sequences, d)
+        self._whole = torch.stack([num_valid([one.example], d) for one in drawn]).to(self.device)  # (sequences, d)
         self.counts = self._whole.sum(0) if counts is None else counts
         lengths = torch.tensor([len(one.example.ids) for one in drawn])
-        self._sequence = torch.arange(len(drawn)).repeat_interleave(lengths)  # by row
+        self._sequence = torch.arange(len(drawn)).repeat_interleave(lengths).to(self.device)  # by row
 
     def labels(self) -> Labels:
         if self.draft_ids is None:
             raise DartspecError("the one-hot objective needs the draft vocabulary's ids")
-        following = torch.cat([torch.tensor([*d.example.ids[1:], -1]) for d in self.drawn])
+        following = torch.cat([torch.cat((s.ids[1:], s.ids.new_tensor([-1]))) for s in self.sequences])
         place = torch.searchsorted(self.draft_ids, following).clamp(max=len(self.draft_ids) - 1)
         return Labels(place.where(self.draft_ids[place] == following, -1), len(self.draft_ids))
 
@@ -177,10 +180,11 @@ class TrainBatch(Sequences):
             keep = ok.nonzero().flatten()
             keep = keep[position[keep].argsort(stable=True)]  # neighbours then share their teacher
             valid.append((p._replace(hidden=p.hidden[keep], row=p.row[keep], offset=p.offset[keep]), position[keep]))
-        by_offset = self.gamma ** torch.arange(self.d, dtype=torch.float32) / self.counts.clamp(min=1.0)
+        zeros = self._whole.new_zeros
+        by_offset = self.gamma ** torch.arange(self.d, device=self.device) / self.counts.clamp(min=1.0)
         reached = self._reached(valid) if self.objective == "acceptance" else None
-        total, continuity = torch.zeros(()), torch.zeros(2)
-        sums, counts, mass = torch.zeros(self.d), torch.zeros(self.d), torch.zeros(self.d)
+        total, continuity = zeros(()), zeros(2)
+        sums, counts, mass = zeros(self.d), zeros(self.d), zeros(self.d)
         for p, position in valid:
             at = p.offset - 1
             weight = by_offset[at] * self._stands_for(p, valid)
@@ -197,7 +201,7 @@ class TrainBatch(Sequences):
             )
             total = total + loss
             if p.continuity:
-                continuity += torch.tensor([float(per_row.sum()), len(per_row)])
+                continuity += torch.stack((per_row.sum(), zeros(()) + len(per_row)))
                 continue
             for into, values in ((sums, per_row), (counts, torch.ones_like(per_row)), (mass, in_draft)):
                 into.index_add_(0, at, values)
@@ -212,17 +216,18 @@ class TrainBatch(Sequences):
         drawn = torch.zeros_like(self._whole)
         for other, _ in valid:
             if other.continuity == p.continuity:
-                drawn.index_put_((self._sequence[other.row], other.offset - 1), torch.ones(len(other.row)), True)
+                one = drawn.new_ones(())
+                drawn.index_put_((self._sequence[other.row], other.offset - 1), one, accumulate=True)
         scale = (self._whole / drawn.clamp(min=1.0))[:, :2]
         return scale[self._sequence[p.row], (p.offset > 1).long()]
 
     def _reached(self, valid: Sequence[tuple[Predicted, Tensor]]) -> Tensor:
         """(rows, d) how likely all guesses before each offset of a row are accepted."""
-        accepted = torch.full((len(self._sequence), self.d), float("nan"))
+        accepted = self._whole.new_full((len(self._sequence), self.d), float("nan"))
         for p, position in valid:
             if not p.continuity:
                 teacher = self._taught_by(p.hidden.dtype)
                 accepted[p.row, p.offset - 1] = acceptance(p.hidden, p.head, teacher, position, chunk=self.chunk)
         mean = accepted.nanmean(0).nan_to_num(1.0)
         accepted = accepted.where(~accepted.isnan(), mean)
-        return torch.cat((torch.ones(len(accepted), 1), accepted[:, :-1].cumprod(1)), dim=1)
+        return torch.cat((torch.ones_like(accepted[:, :1]), accepted[:, :-1].cumprod(1)), dim=1)

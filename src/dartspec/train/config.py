@@ -20,6 +20,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 from dartspec.errors import DartspecError
 
 
+OBJECTIVES = ("kl", "one_hot", "acceptance")  # what they mean: `train.batch.TrainBatch`
+
+
 def key(default: Any, about: str, *, least: float | None = None, flag: str = "", **limits: float) -> Any:
     """A key of the config. least: the smallest value that is legal. limits: `above`, `most`, `below`.
 
@@ -59,6 +62,8 @@ class TrainConfig:
     sequences_per_batch: int = key(0, "sequences a forward; an update accumulates over them. 0: all at once", least=0)
     num_first: int = key(96, "rows a sequence whose offset 1 is trained", least=1)
     num_anchors: int = key(16, "rows a sequence that a group of masks follows", least=1)
+    prefix_share: float = key(0.0, "share of a sequence's rows in place of those two numbers; 1: all", least=0, most=1)
+    objective: str = key("kl", "kl (the target's distributions), one_hot (its tokens) or acceptance (kl, weighted)")
     learning_rate: float = key(1e-3, "its highest value, after the warm-up", above=0)
     final_learning_rate: float = key(2e-5, "its last value, where the cosine ends", least=0)
     warmup_steps: int = key(100, "updates in which it rises from 0", least=0)
@@ -74,6 +79,7 @@ class TrainConfig:
     seed: int = key(0, "of the order of the data, the rows drawn and the random weights")
     threads: int = key(1, "CPU threads", least=1)
     chunk_rows: int = key(256, "rows whose logits live at once", least=1)
+    chunk_vocabulary: int = key(0, "draft ids whose logits live at once, at half as much work again; 0: all", least=0)
     save_every_s: float = key(180.0, "seconds between two saves", least=0)
     log_every: int = key(50, "updates between two lines of the log", least=1)
     eval_every: int = key(1000, "updates between two evaluations on held-out data", least=1)
@@ -102,6 +108,10 @@ class TrainConfig:
             )
         if len(self.betas) != 2:
             raise DartspecError(f"training config: betas = {list(self.betas)}: two numbers were expected")
+        if self.objective not in OBJECTIVES:
+            raise DartspecError(
+                f"training config: objective = {self.objective!r}: it must be one of {', '.join(OBJECTIVES)}"
+            )
         if self.parallel not in ("ddp", "fsdp2"):
             raise DartspecError(f"training config: parallel = {self.parallel!r}: it must be ddp or fsdp2")
 
