@@ -11,6 +11,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from typer.testing import CliRunner
 
 import dartspec
 import tiny_cli
+from dartspec.__main__ import main
 from dartspec.accounting import Metrics, SpeedUp
 from dartspec.cli import chat as chat_verb
 from dartspec.cli import demo as demo_verb
-from dartspec.cli import options
+from dartspec.cli import interrupt, options
 from dartspec.cli.main import Verbs, app
 from dartspec.cli.painter import Painter
 from dartspec.cli.terminal import Terminal
@@ -746,6 +748,8 @@ def start(*args: str) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # where the tests run as a script's background job, Ctrl-C is ignored, and a child would inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -765,6 +769,56 @@ def test_ctrl_c_is_one_line_and_130(long_folder: str) -> None:
     assert process.returncode == 130
     assert err.decode().splitlines()[-1] == "dartspec: stopped"
     assert b"Traceback" not in err
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ctrl-C as the command hears it, in this process."""
+    before = {s: signal.signal(s, signal.SIG_DFL) for s in (signal.SIGINT, signal.SIGALRM)}
+    monkeypatch.setattr(interrupt, "PATIENCE_S", 0.5)
+    interrupt.listen()
+    yield
+    interrupt.taken()
+    for which, handler in before.items():
+        signal.signal(which, handler)
+
+
+@pytest.mark.parametrize("becomes", [None, OSError("half imported"), RuntimeError("half imported")])
+def test_ctrl_c_that_a_library_swallows_still_ends_the_command(
+    listening: None, monkeypatch: pytest.MonkeyPatch, becomes: Exception | None
+) -> None:
+    def swallow(*_: Any, **__: Any) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except BaseException:
+            if becomes is not None:
+                raise becomes from None
+        threading.Event().wait(60)  # as if nothing had been asked
+
+    monkeypatch.setattr("dartspec.api.load", swallow)
+    result = run("generate", "a")
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == "dartspec: stopped"
+    assert "internal error" not in result.stderr
+    assert not interrupt.asked()
+
+
+def test_ctrl_c_before_a_verb_runs_is_one_line_and_130(
+    listening: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["dartspec", "doctor"])
+    monkeypatch.setattr(Verbs, "make_context", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 130
+    assert capsys.readouterr().err == "dartspec: stopped\n"
+
+
+def test_an_ignored_ctrl_c_stays_ignored(listening: None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupt.listen()
+    signal.raise_signal(signal.SIGINT)
+    assert not interrupt.asked()
 
 
 def test_a_closed_pipe_is_quiet(long_folder: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from dartspec.cli import interrupt
 from dartspec.cli import options as o
 from dartspec.cli.generate import answer, as_dict
 from dartspec.cli.terminal import Terminal, error_line
@@ -128,6 +129,7 @@ def _turn(
     try:
         result, verdict = answer(lm, step, lm.encode(messages), params, term, heard=heard)
     except KeyboardInterrupt:
+        interrupt.taken()
         term.note("stopped; what was written is kept in the conversation")
         return "".join(heard) or None, {}
     except DartspecError as error:

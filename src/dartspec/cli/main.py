@@ -13,12 +13,12 @@ import typer
 from typer.core import TyperGroup
 
 from dartspec import __version__
-from dartspec.cli import bench, chat, demo, doctor, generate, inspect, ngram, train
+from dartspec.cli import bench, chat, demo, doctor, generate, inspect, interrupt, ngram, serve, train
 from dartspec.cli.options import debugging, forget
 from dartspec.cli.terminal import error_line
 from dartspec.errors import DartspecError
 
-INTERRUPTED, BAD_INPUT, OUR_FAULT, PIPE_CLOSED = 130, 2, 1, 141
+BAD_INPUT, OUR_FAULT, PIPE_CLOSED = 2, 1, 141
 
 
 class Verbs(TyperGroup):
@@ -27,12 +27,13 @@ class Verbs(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         forget()
         try:
-            return super().invoke(ctx)
+            return self._interruptible(ctx)
         except (typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt:
+            interrupt.taken()
             error_line("stopped")
-            raise typer.Exit(INTERRUPTED) from None
+            raise typer.Exit(interrupt.INTERRUPTED) from None
         except BrokenPipeError:  # the reader (`| head`) has what it wanted
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(PIPE_CLOSED) from None
@@ -50,6 +51,14 @@ class Verbs(TyperGroup):
             )
             raise typer.Exit(OUR_FAULT) from None
 
+    def _interruptible(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception:
+            if interrupt.asked():  # Ctrl-C came out of a library as another error
+                raise interrupt.Stopped from None
+            raise
+
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
@@ -66,6 +75,7 @@ app = typer.Typer(
         "  dartspec demo                       plain decoding and DART side by side\n"
         '  dartspec generate "Why is it dark at night?"\n'
         "  dartspec chat                       a conversation\n"
+        "  dartspec serve                      a server for OpenAI clients, and its page\n"
         "  dartspec doctor                     what this machine can do\n\n"
         "Every verb has its own --help with examples."
     ),
@@ -92,18 +102,10 @@ def _top(
 app.command("demo")(demo.demo)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
 app.add_typer(ngram.app, name="ngram")
 app.command("train")(train.train)
 app.add_typer(bench.app, name="bench")
 app.command("inspect")(inspect.inspect)
 app.command("convert")(inspect.convert)
 app.command("doctor")(doctor.doctor)
-
-
-def main() -> None:
-    """The entry point."""
-    try:
-        app(prog_name="dartspec")
-    except KeyboardInterrupt:  # before a verb runs, or while the interpreter leaves
-        error_line("stopped")
-        sys.exit(INTERRUPTED)
