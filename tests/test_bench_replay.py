@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dartspec.cli.main import app
 from dartspec.errors import DartspecError
 from dartspec.lattice import MOST_CONTEXT, SearchConfig, build_tree
 from dartspec.ngram import NgramIndex
+from dartspec.ngram.live import LiveText
 from dartspec.types import Committed, SamplingParams, TokenTree
 from test_cli import save_drafter
 
@@ -40,6 +42,7 @@ class Guesser:
 
     def __init__(self, texts: list[list[int]], index: NgramIndex | None = None) -> None:
         self.texts, self.index, self.search = texts, index, SearchConfig(top_k=self.k, beam=4)
+        self.live: LiveText | None = None
 
     def reset(self, slots: Sequence[int]) -> None:
         """Nothing is remembered."""
@@ -61,11 +64,17 @@ class Guesser:
     def propose(self, new: Sequence[Committed], budget: Sequence[int]) -> list[TokenTree]:
         log_probs, tokens = self.lattice(new)
         return [
-            build_tree(c[-1], p, t, c, b, self.index, self.search, frozenset({EOS}))
-            for c, p, t, b in zip(
-                (n.history[-MOST_CONTEXT:].tolist() for n in new), log_probs, tokens, budget, strict=True
+            build_tree(c[-1], p, t, c, b, self.index, self.search, frozenset({EOS}), self._counts(n))
+            for n, c, p, t, b in zip(
+                new, (n.history[-MOST_CONTEXT:].tolist() for n in new), log_probs, tokens, budget, strict=True
             )
         ]
+
+    def _counts(self, one: Committed) -> Any:
+        """As DART asks for them: in a slot's first round all but the last token are the prompt."""
+        if self.live is None:
+            return None
+        return self.live.counts(one.slot, one.history.numpy(), len(one.history) - 1)
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +152,38 @@ def test_replayed_rounds_are_the_engines(
         assert accepted > 10  # deep walks were compared, not empty ones
 
 
+@pytest.mark.parametrize("horizon", [1, 3])
+def test_a_smaller_horizon_is_a_drafter_that_guesses_less_far(
+    lm: dartspec.LM, index: Path, horizon: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, opened = PARAMS["greedy"], NgramIndex.open(index)
+    guesser = Guesser(answers_of(lm, params), opened)
+    data = Capture(list(capture(lm.with_drafter(guesser), PROMPTS, params)), frozenset(), lm.text.fingerprint)
+    one = Replay(data, opened, guesser.search, 20, horizon=horizon)
+    monkeypatch.setattr(Guesser, "d", horizon)
+    engine = rounds_of_engine(lm, guesser, params, 20)
+    for i in range(len(PROMPTS)):
+        assert [(r.num_drafted, r.num_accepted, r.num_committed) for r in one.rounds(i, 20).rounds] == engine[i]
+    assert max(a for own in engine for _, a, _ in own) == horizon
+
+
+def test_the_running_text_is_replayed(lm: dartspec.LM) -> None:
+    params = PARAMS["greedy"]
+    guesser = Guesser(answers_of(lm, params))
+    data = Capture(list(capture(lm.with_drafter(guesser), PROMPTS, params)), frozenset(), lm.text.fingerprint)
+    search = replace(guesser.search, ngram_weight=3.0, ngram_at_level0=True)
+    with_text, without = (Replay(data, None, search, 6, text=t) for t in (True, False))
+    differs = 0
+    for nodes in (2, 6):
+        guesser.search, guesser.live = search, LiveText()
+        engine = rounds_of_engine(lm, guesser, params, nodes)
+        for i in range(len(PROMPTS)):
+            replayed = [(r.num_drafted, r.num_accepted, r.num_committed) for r in with_text.rounds(i, nodes).rounds]
+            assert replayed == engine[i], nodes
+            differs += with_text.rounds(i, nodes).M != without.rounds(i, nodes).M
+    assert differs
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_dart_itself_is_replayed(lm: dartspec.LM, index: Path, tmp_path: Path, temperature: float) -> None:
     """The real drafter, whose rows the engine reads several at a time; its weights are random, its index is not."""
@@ -193,6 +234,9 @@ def test_rows_hold_what_intervals_need(lm: dartspec.LM) -> None:
     for r in rows:
         assert r["M"] == pytest.approx(sum(r["committed"]) / sum(r["rounds"]), abs=1e-4)
     assert rows[1]["M"] > rows[0]["M"] >= 1
+    more = list(replay(data, {"none": None}, {"a": searches["a"]}, [8], horizons=(1, 5), texts=(False, True)))
+    assert [(r["horizon"], r["text"]) for r in more] == [(1, False), (1, True), (5, False), (5, True)]
+    assert more[2]["committed"] == rows[1]["committed"]
 
 
 def test_what_does_not_fit_is_refused(lm: dartspec.LM, index: Path, tmp_path: Path) -> None:
@@ -204,6 +248,8 @@ def test_what_does_not_fit_is_refused(lm: dartspec.LM, index: Path, tmp_path: Pa
         Replay(Capture(texts, frozenset(), lm.text.fingerprint), None, SearchConfig(), 4)
     with pytest.raises(DartspecError, match="the index was built for tokenizer"):
         Replay(Capture(texts, frozenset(), "other"), NgramIndex.open(index), SearchConfig(top_k=6), 4)
+    with pytest.raises(DartspecError, match="horizon is 6, the capture holds guesses of 5 positions"):
+        Replay(Capture(texts, frozenset(), lm.text.fingerprint), None, SearchConfig(top_k=6), 4, horizon=6)
     path = tmp_path / "x.safetensors"
     with pytest.raises(DartspecError, match="is not there"):
         Capture.load(path)
@@ -229,6 +275,9 @@ def test_the_verbs_capture_and_replay(tmp_path: Path, index: Path) -> None:
     assert done.exit_code == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
     assert len(rows) == 2 * 4 * 2
+    less = run("replay", str(out), "--nodes", "4", "--horizon", "1,2", "--text", "off,on")
+    assert less.exit_code == 0, less.stderr
+    assert "horizon 2, running text" in less.stdout
     assert rows[0]["against_first"] == [1.0, 1.0, 1.0]
     assert json.loads((folder / "config.json").read_text())["acceptance"]["16"] == round(rows[1]["M"], 3)
     for bad, said in (
@@ -236,6 +285,7 @@ def test_the_verbs_capture_and_replay(tmp_path: Path, index: Path) -> None:
         (("--search", "beam=wide"), "search is 'beam=wide'"),
         (("--preset", "mine"), "preset is 'mine'"),
         (("--nodes", "auto"), "replay needs fixed sizes"),
+        (("--text", "maybe"), "text is 'maybe'"),
     ):
         refused = run("replay", str(out), *bad)
         assert refused.exit_code == 2

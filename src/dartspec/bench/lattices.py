@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +27,12 @@ from dartspec.engine import Request
 from dartspec.errors import DartspecError
 from dartspec.lattice import MOST_CONTEXT, SearchConfig, build_tree
 from dartspec.ngram.index import NgramIndex
+from dartspec.ngram.live import LiveText
 from dartspec.tree import depths, root_only
 from dartspec.types import Committed, RoundRecord, SamplingParams, TokenTree
 
 if TYPE_CHECKING:
+    from dartspec import _core
     from dartspec.api import LM
 
 FORMAT = "dartspec capture 1"
@@ -155,9 +158,25 @@ def capture(
 
 class Replay:
     """One index and one search over recorded texts. The tree of a position is built once, at the largest size asked
-    for: its first n nodes are the tree of size n."""
+    for: its first n nodes are the tree of size n.
 
-    def __init__(self, data: Capture, index: NgramIndex | None, search: SearchConfig, most_nodes: int) -> None:
+    horizon: guesses of the first so many positions alone, as a drafter with a smaller d makes them (a mask sees only
+             the masks before it); None takes all. text: the running text's own n-grams too (`LiveText`).
+    """
+
+    def __init__(
+        self,
+        data: Capture,
+        index: NgramIndex | None,
+        search: SearchConfig,
+        most_nodes: int,
+        *,
+        horizon: int | None = None,
+        text: bool = False,
+    ) -> None:
+        deepest = max((t.tokens.shape[1] for t in data.texts if t.tokens.dim() == 3), default=0)
+        if horizon is not None and not 1 <= horizon <= max(deepest, 1):
+            raise DartspecError(f"horizon is {horizon}, the capture holds guesses of {deepest} positions")
         widest = min((t.tokens.shape[-1] for t in data.texts if t.tokens.dim() == 3), default=search.top_k)
         if search.top_k > widest:
             raise DartspecError(f"top_k is {search.top_k}, the capture holds {widest} candidates a position")
@@ -167,6 +186,7 @@ class Replay:
                 "rebuild it with `dartspec ngram build`"
             )
         self.data, self.index, self.search, self.most_nodes = data, index, search, most_nodes
+        self.horizon, self.text = horizon, text
         self._trees: dict[tuple[int, int], tuple[dict[tuple[int, int], int], list[int]]] = {}
 
     def rounds(self, number: int, num_nodes: int) -> Metrics:
@@ -195,49 +215,66 @@ class Replay:
 
     def _tree(self, number: int, at: int) -> tuple[dict[tuple[int, int], int], list[int]]:
         """Children by (parent, token) and depths of the largest tree at a position."""
-        known = self._trees.get((number, at))
-        if known is None:
-            text = self.data.texts[number]
-            context = [*text.prompt[-MOST_CONTEXT:], *text.ids[max(0, at + 1 - MOST_CONTEXT) : at + 1]][-MOST_CONTEXT:]
-            tree = build_tree(
-                text.ids[at],
-                text.log_probs[at],
-                text.tokens[at],
-                context,
-                self.most_nodes,
-                self.index,
-                self.search,
-                self.data.eos_ids,
-            )
-            edges = zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
-            known = {edge: i for i, edge in enumerate(edges)}, depths(tree).tolist()
-            self._trees[number, at] = known
-        return known
+        if (number, at) not in self._trees:
+            if self.text:  # the counts grow with the text, so its positions are taken in order, all of them
+                counts = LiveText()
+                text = self.data.texts[number]
+                for i in range(len(text.tokens)):
+                    history = [*text.prompt, *text.ids[: i + 1]]
+                    self._trees[number, i] = self._built(text, i, counts.counts(number, history, len(text.prompt)))
+            else:
+                self._trees[number, at] = self._built(self.data.texts[number], at, None)
+        return self._trees[number, at]
+
+    def _built(
+        self, text: Text, at: int, counts: _core.LiveCounts | None
+    ) -> tuple[dict[tuple[int, int], int], list[int]]:
+        context = [*text.prompt[-MOST_CONTEXT:], *text.ids[max(0, at + 1 - MOST_CONTEXT) : at + 1]][-MOST_CONTEXT:]
+        tree = build_tree(
+            text.ids[at],
+            text.log_probs[at, : self.horizon],
+            text.tokens[at, : self.horizon],
+            context,
+            self.most_nodes,
+            self.index,
+            self.search,
+            self.data.eos_ids,
+            counts,
+        )
+        edges = zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
+        return {edge: i for i, edge in enumerate(edges)}, depths(tree).tolist()
 
 
 def replay(
-    data: Capture, indices: Mapping[str, NgramIndex | None], searches: Mapping[str, SearchConfig], sizes: Sequence[int]
+    data: Capture,
+    indices: Mapping[str, NgramIndex | None],
+    searches: Mapping[str, SearchConfig],
+    sizes: Sequence[int],
+    *,
+    horizons: Sequence[int | None] = (None,),
+    texts: Sequence[bool] = (False,),
 ) -> Iterator[dict[str, Any]]:
-    """A row for each index, search and tree size: A and M with loops cut, M uncut, and both by text.
+    """A row for each index, search, horizon, text and tree size: A and M with loops cut, M uncut, and both by text.
 
     `rounds` and `committed` are the sums of each text in the capture's order, for intervals between settings.
     """
     cuts = [loop_start(t.ids) for t in data.texts]
-    for index_name, index in indices.items():
-        for search_name, search in searches.items():
-            one = Replay(data, index, search, max(sizes))
-            for n in sizes:
-                whole = [one.rounds(i, n) for i in range(len(data.texts))]
-                cut = [m if c is None else m.before(c) for m, c in zip(whole, cuts, strict=True)]
-                total = Metrics.merged(cut)
-                yield {
-                    "index": index_name,
-                    "search": search_name,
-                    "nodes": n,
-                    "A": round(total.A, 4),
-                    "M": round(total.M, 4),
-                    "uncut_M": round(Metrics.merged(whole).M, 4),
-                    "settings": asdict(search),
-                    "rounds": [m.num_rounds for m in cut],
-                    "committed": [sum(r.num_committed for r in m.rounds) for m in cut],
-                }
+    for (name, index), (how, search), horizon, text in product(indices.items(), searches.items(), horizons, texts):
+        one = Replay(data, index, search, max(sizes), horizon=horizon, text=text)
+        for n in sizes:
+            whole = [one.rounds(i, n) for i in range(len(data.texts))]
+            cut = [m if c is None else m.before(c) for m, c in zip(whole, cuts, strict=True)]
+            total = Metrics.merged(cut)
+            yield {
+                "index": name,
+                "search": how,
+                "nodes": n,
+                **({"horizon": horizon} if horizon is not None else {}),
+                **({"text": text} if any(texts) else {}),
+                "A": round(total.A, 4),
+                "M": round(total.M, 4),
+                "uncut_M": round(Metrics.merged(whole).M, 4),
+                "settings": asdict(search),
+                "rounds": [m.num_rounds for m in cut],
+                "committed": [sum(r.num_committed for r in m.rounds) for m in cut],
+            }

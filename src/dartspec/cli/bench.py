@@ -591,6 +591,10 @@ def replay(
         typer.Option(help="KEY=VALUE[,VALUE...] of the tree search, such as ngram_weight=0.25,0.5; all are combined."),
     ] = None,
     preset: Annotated[str, typer.Option(help="What --search changes: shipped, paper or official.")] = "shipped",
+    horizon: Annotated[
+        str | None, typer.Option(help="Guesses of the first so many positions, separated by commas; default: all.")
+    ] = None,
+    text: Annotated[str, typer.Option(help="The running text's own n-grams: off, on, or off,on.")] = "off",
     record: Annotated[
         Path | None, typer.Option(help="Write M by tree size into this drafter folder's config.json.")
     ] = None,
@@ -608,6 +612,7 @@ def replay(
       dartspec bench replay guesses.safetensors --index my.ngram --index none
       dartspec bench replay guesses.safetensors --index my.ngram --search ngram_weight=0.25,0.5,1 --nodes 16,59
       dartspec bench replay guesses.safetensors --preset paper --nodes 59
+      dartspec bench replay guesses.safetensors --index my.ngram --horizon 2,4,6,8 --text off,on
     """
     from itertools import product
 
@@ -638,9 +643,14 @@ def replay(
     data = Capture.load(file)
     if not data.texts:
         raise DartspecError(f"{file} holds no text: record some prompts with dartspec bench capture")
+    horizons: tuple[int | None, ...] = _list(horizon, int, "horizon") if horizon else (None,)
+    texts = tuple({"off": False, "on": True}.get(t) for t in text.split(","))
+    if None in texts:
+        raise DartspecError(f"text is {text!r}; it must be off, on, or off,on")
     indices = {Path(i).name: None if i == "none" else NgramIndex.open(i) for i in index or ["none"]}
-    total = len(indices) * len(searches) * len(sizes)
-    rows = list(track(replayed(data, indices, searches, sizes), "replaying", total, console=term.err, transient=True))
+    total = len(indices) * len(searches) * len(horizons) * len(texts) * len(sizes)
+    made = replayed(data, indices, searches, sizes, horizons=horizons, texts=[t is True for t in texts])
+    rows = list(track(made, "replaying", total, console=term.err, transient=True))
     table = Table("index", "search", *(f"M, {n} nodes" for n in sizes), "against the first", box=box.SIMPLE_HEAD)
     for start in range(0, len(rows), len(sizes)):
         own, first = rows[start : start + len(sizes)], rows[len(sizes) - 1]
@@ -648,7 +658,10 @@ def replay(
             sums = [list(zip(x["committed"], x["rounds"], strict=True)) for x in (r, reference)]
             r["against_first"] = rate_ratio(*sums).rounded()
         ratio = _interval(own[-1]["against_first"]) if own[-1] is not first else ""
-        table.add_row(own[0]["index"], own[0]["search"], *(f"{r['M']:.3f}" for r in own), ratio)
+        how = [own[0]["search"]]
+        how += [f"horizon {own[0]['horizon']}"] if "horizon" in own[0] else []
+        how += ["running text"] if own[0].get("text") else []
+        table.add_row(own[0]["index"], ", ".join(how), *(f"{r['M']:.3f}" for r in own), ratio)
     _print(table, term)
     result = {"kind": "replay", "capture": data.facts, "rows": rows, "provenance": provenance()}
     if out is not None:
@@ -657,8 +670,8 @@ def replay(
         config = json_module.loads((record / "config.json").read_text(encoding="utf-8"))
         config["acceptance"] = {"0": 1.0} | {str(r["nodes"]): round(r["M"], 3) for r in rows[: len(sizes)]}
         save_result(record / "config.json", config)
-    brief = ("index", "search", "nodes", "A", "M", "uncut_M", "against_first")
-    _last_line({"texts": len(data.texts), "rows": [{k: r[k] for k in brief} for r in rows]})
+    brief = ("index", "search", "horizon", "text", "nodes", "A", "M", "uncut_M", "against_first")
+    _last_line({"texts": len(data.texts), "rows": [{k: r[k] for k in brief if k in r} for r in rows]})
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:
