@@ -81,7 +81,14 @@ def train(
         fast=False,
         on_plan=lambda plan: term.note(str(plan)),
     )
-    folder = run(settings, lm.target, dry_run=dry_run, report=term.say, template_hash=lm.text.template_hash)
+    folder = run(
+        settings,
+        lm.target,
+        dry_run=dry_run,
+        memory_limit=limit,
+        report=term.say,
+        template_hash=lm.text.template_hash,
+    )
     if not dry_run:
         if not finished(folder.parent, settings.steps):
             term.note(f"what was learned is in {folder}; the same command goes on from there")
@@ -91,12 +98,10 @@ def train(
 
 
 def finished(out: Path, steps: int) -> bool:
-    """Whether a run got to its last step: it is evaluated there. A run that Ctrl-C stopped has saved and returned."""
-    try:
-        records = [json_module.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-    except OSError:
-        return False
-    return any(r.get("eval", {}).get("step", 0) >= steps for r in records)
+    """Whether a run got to its last step and judged what it leaves. One that Ctrl-C stopped has saved and returned."""
+    from dartspec.train.run import read_done
+
+    return int(read_done(out).get("steps", 0)) >= steps
 
 
 def parse_bytes(text: str) -> int:

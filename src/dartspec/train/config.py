@@ -19,7 +19,6 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from dartspec.errors import DartspecError
 
-
 OBJECTIVES = ("kl", "one_hot", "acceptance")  # what they mean: `train.batch.TrainBatch`
 
 

@@ -1,4 +1,4 @@
-"""The training loop: draw, forward, loss, update, log, evaluate, save; resumes bit for bit.
+"""The training loop: draw, forward, loss, update, log, evaluate, measure M, save; resumes bit for bit.
 
 Every random choice is a pure function of (seed, epoch) or (seed, step), so a position in the run is one number and
 nothing of a generator's state has to be saved. Checked by `tests/test_train_loop.py`.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
+import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
@@ -21,14 +22,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from dartspec.drafters._checkpoint import DraftNet
 from dartspec.errors import DartspecError
-from dartspec.train.batch import Drawn, Step, TrainBatch, draw_rows
+from dartspec.train.batch import Drawn, Step, TrainBatch, draw_rows, num_valid
 from dartspec.train.config import RESUMABLE, TrainConfig
 from dartspec.train.data import Example, digest
 from dartspec.train.evaluate import Held, evaluate
-from dartspec.train.features import States, write_json
+from dartspec.train.features import States
+from dartspec.train.files import write_json, written_aside
+from dartspec.train.parallel import Processes
+from dartspec.train.watch import Log, Record, Watch, lines
 from dartspec.types import TargetView
 
 
@@ -94,11 +99,27 @@ def _permutation(seed: int, epoch: int, n: int) -> Tensor:
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
+class Objective(nn.Module):
+    """The method's loss as a module's forward: what DDP and FSDP2 wrap."""
+
+    def __init__(self, net: DraftNet, loss: Callable[[Any, Any], Step], count: int) -> None:
+        super().__init__()
+        self.net, self.method_loss, self.count = net, loss, count
+
+    def forward(self, batch: TrainBatch) -> Step:
+        out = self.method_loss(self.net, batch)
+        if self.count > 1:  # every process has a gradient for every weight, whatever its rows asked of it
+            unused = torch.stack([p.sum() for p in self.net.parameters() if p.requires_grad]).sum()
+            out = out._replace(loss=out.loss + 0.0 * unused)
+        return out
+
+
 class Trainer:
     """One run in memory.
 
-    loss: the method's (`drafters._train`). states(i): the target's states of training example i, cached or computed, at
-    the taps `kept`.
+    loss: the method's (`drafters._train`). states(indices): the target's states of these training examples, cached or
+    computed, at the taps `kept`. processes: those that the run is shared with. measure: M of a drafter's folder, or
+    None when the second argument said that the run was told to stop. watch: told of every record (`train.watch`).
     """
 
     def __init__(
@@ -108,46 +129,74 @@ class Trainer:
         loss: Callable[[Any, Any], Any],
         view: TargetView,
         train: Sequence[Example],
-        states: Callable[[int], States],
+        states: Callable[[Sequence[int]], list[States]],
         kept: Sequence[int],
         held_out: Held,
         report: Callable[[str], None] = print,
+        *,
+        processes: Processes | None = None,
+        measure: Callable[[Path, Callable[[], bool]], Record | None] | None = None,
+        watch: Watch | None = None,
     ) -> None:
-        self.config, self.net, self.view, self.train_set, self.states = config, net, view, train, states
+        self.config, self.view, self.train_set, self.states = config, view, train, states
         self.loss, self.kept, self.held_out, self.report = loss, tuple(kept), held_out, report
-        self.teacher_head = head_rows(view, net.target_ids())
+        self.processes = processes or Processes()
+        self.measure, self.watch = measure, watch or lines(report)
+        self.device = torch.device(view.device)
+        if config.sequences_per_step % self.processes.count:
+            raise DartspecError(
+                f"sequences_per_step = {config.sequences_per_step} cannot be shared by {self.processes.count} "
+                "processes: it must be a multiple of them"
+            )
+        self.teacher_head = head_rows(view, net.target_ids()).to(self.device)
+        self.net = net.to(self.device)
+        self.module = self.processes.wrap(Objective(self.net, loss, self.processes.count))
         self.dtype = torch.bfloat16 if config.bf16 else torch.float32
-        decay = [p for p in net.parameters() if p.dim() == 2]
-        plain = [p for p in net.parameters() if p.dim() != 2]  # norms and masks
+        trained = [p for p in net.parameters() if p.requires_grad]
+        decay = [p for p in trained if p.dim() == 2]
+        plain = [p for p in trained if p.dim() != 2]  # norms and masks
         self.optimizer = torch.optim.AdamW(
             [{"params": decay, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}],
             lr=config.learning_rate,
             betas=config.betas,
             fused=True,
         )
+        self.ema = {n: p.detach().clone() for n, p in net.named_parameters()} if config.ema else {}
+        self._shown: DraftNet | None = None
         self.step = 0
         self.num_tokens = 0  # trained tokens so far, prompts included, repeats counted
-        self.best: dict[str, Any] = {}
-        self.curve: list[dict[str, Any]] = []
+        self.best: Record = {}  # the measurement of M whose weights `best/` holds
+        self.measured_at = -1  # step of the last one
+        self.curve: list[Record] = []
 
     # -- one update --------------------------------------------------------------------------------------------------
 
-    def draw(self, step: int) -> list[Drawn]:
-        c = self.config
+    def sequences(self, step: int) -> list[int]:
+        """The training examples of an update, of all processes."""
+        n = self.config.sequences_per_step
+        return [sequence_at(self.config, len(self.train_set), step * n + k) for k in range(n)]
+
+    def draw(self, step: int, places: Sequence[int]) -> list[Drawn]:
+        """The sequences at these places of an update, with their rows."""
+        c, at = self.config, self.sequences(step)
         batch = []
-        for k in range(c.sequences_per_step):
-            index = sequence_at(c, len(self.train_set), step * c.sequences_per_step + k)
+        for k, states in zip(places, self.states([at[k] for k in places]), strict=True):
             generator = torch.Generator().manual_seed((c.seed * 7_919 + step) * 64 + k)
-            example = self.train_set[index]
-            first, anchors = draw_rows(example, num_first=c.num_first, num_anchors=c.num_anchors, generator=generator)
-            batch.append(Drawn(example, self.states(index), first, anchors))
+            example = self.train_set[at[k]]
+            first, anchors = draw_rows(
+                example,
+                num_first=c.num_first,
+                num_anchors=c.num_anchors,
+                generator=generator,
+                share=c.prefix_share,
+            )
+            batch.append(Drawn(example, states, first, anchors))
         return batch
 
-    def update(self) -> tuple[Step, float]:
-        """One optimiser step. Returns the per-offset sums and the gradient norm before clipping."""
+    def batch(self, drawn: Sequence[Drawn], counts: Tensor | None) -> TrainBatch:
+        """What the method's loss is called with. counts: valid positions of the whole update, where it has more."""
         c, own = self.config, self.net.config
-        drawn = self.draw(self.step)
-        batch = TrainBatch(
+        return TrainBatch(
             drawn,
             self.view,
             self.kept,
@@ -157,45 +206,87 @@ class Trainer:
             own.d,
             c.gamma,
             chunk=c.chunk_rows,
+            vocabulary_chunk=c.chunk_vocabulary,
+            counts=counts,
+            objective=c.objective,
+            draft_ids=self.net.target_ids(),
         )
+
+    def update(self) -> tuple[Step, float]:
+        """One optimiser step. Returns the per-offset sums of this process and the gradient norm before clipping."""
+        c = self.config
+        mine = range(self.processes.index, c.sequences_per_step, self.processes.count)
+        size = c.sequences_per_batch or len(mine)
+        parts = [mine[at : at + size] for at in range(0, len(mine), size)]
+        examples = [self.train_set[i] for i in self.sequences(self.step)]
+        whole = len(parts) == 1 and self.processes.count == 1
+        counts = None if whole else num_valid(examples, self.net.config.d).to(self.device)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(c, self.step)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=c.bf16):
-            out: Step = self.loss(self.net, batch)
-        torch.autograd.backward(out.loss)
-        norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), c.clip)
+        done: list[Step] = []
+        for part in parts:
+            batch = self.batch(self.draw(self.step, part), counts)
+            last = part is parts[-1]
+            with nullcontext() if last else self.processes.accumulating(self.module):
+                with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=c.bf16):
+                    out: Step = self.module(batch)
+                torch.autograd.backward(out.loss * self.processes.loss_scale)
+            done.append(Step(*(t.detach() for t in out)))
+        norm = self.processes.whole(torch.nn.utils.clip_grad_norm_(self.net.parameters(), c.clip))
         if not bool(torch.isfinite(norm)):
             raise DartspecError(f"step {self.step}: the gradient is not finite; resume with a lower learning_rate")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, p in self.net.named_parameters() if self.ema else ():
+                self.ema[name].lerp_(p, 1 - c.ema)
         self.step += 1
-        self.num_tokens += sum(len(s.example.ids) for s in drawn)
-        return out, float(norm)
+        self.num_tokens += sum(len(e.ids) for e in examples)
+        return Step(*(sum(ts[1:], ts[0]) for ts in zip(*done, strict=True))), float(norm)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
+    def shown(self) -> DraftNet:
+        """The network whose weights are saved and judged: the running mean's where there is one. All processes call."""
+        if not self.ema and not self.processes.is_sharded:
+            return self.net
+        own = self.net.state_dict() | self.ema
+        whole = {name: self.processes.whole(t) for name, t in own.items()}
+        if self._shown is None:
+            self._shown = type(self.net)(self.net.config).to(self.device)
+        self._shown.load_state_dict(whole)
+        return self._shown
+
     def save(self, folder: Path) -> None:
-        """`state.pt` for resuming, and `latest/`, the drafter in bfloat16. Each file is written aside and renamed."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """`state.pt` for resuming, and `latest/`, the drafter in bfloat16. Each file is written aside and renamed.
+
+        All processes call; the first one writes.
+        """
+        whole = self.processes.whole
         state = {
             "config": json.dumps(self.config.to_dict()),
             "data": digest(self.train_set),
-            "net": self.net.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "weights": self.net.config.weights_fingerprint,
+            "net": {name: whole(t) for name, t in self.net.state_dict().items()},
+            "optimizer": tree_map_only(Tensor, whole, self.optimizer.state_dict()),
+            "ema": {name: whole(t) for name, t in self.ema.items()},
             "step": self.step,
             "num_tokens": self.num_tokens,
+            "measured_at": self.measured_at,
+            "best": json.dumps(self.best),
             "curve": json.dumps(self.curve),
         }
-        aside = folder / "state.pt.tmp"
-        torch.save(state, aside)
-        os.replace(aside, folder / "state.pt")
-        provenance = {
-            **self.net.config.provenance,
-            "step": self.step,
-            "trained_tokens": self.num_tokens,
-            "curve": self.curve[-1:],
-        }
-        self.net.save(folder / "latest", provenance)
+        self.save_drafter(folder / "latest")
+        if self.processes.is_first:
+            with written_aside(folder / "state.pt") as aside:
+                torch.save(state, aside)
+
+    def save_drafter(self, folder: Path) -> None:
+        """The drafter as it is now. All processes call; the first one writes."""
+        net = self.shown()
+        if self.processes.is_first:
+            at = {"step": self.step, "trained_tokens": self.num_tokens, "curve": self.curve[-1:]}
+            net.save(folder, {**net.config.provenance, **at})
 
     def resume(self, folder: Path) -> bool:
         """Continue from `state.pt` if there is one. Refused when the run it belongs to computed something else."""
@@ -207,80 +298,202 @@ class Trainer:
         before = {f.name: f.default for f in fields(TrainConfig)} | {"options": {}} | json.loads(state["config"])
         now = json.loads(json.dumps(self.config.to_dict()))
         for key in now:
-            if key not in RESUMABLE and before.get(key) != now[key]:
+            if key not in RESUMABLE and json.loads(json.dumps(before.get(key))) != now[key]:
                 raise DartspecError(
                     f"{path}: {key} was {before.get(key)!r}, this run says {now[key]!r}; "
                     "give another output folder or the same value"
                 )
-        if state["data"] != digest(self.train_set):
-            raise DartspecError(f"{path}: trained on other data ({state['data']}, now {digest(self.train_set)})")
-        self.net.load_state_dict(state["net"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for what, found, here in (
+            ("on other data", state["data"], digest(self.train_set)),
+            ("for other weights of the target", state.get("weights"), self.net.config.weights_fingerprint),
+        ):
+            if found and here and found != here:
+                raise DartspecError(
+                    f"{path}: trained {what} ({found}, now {here}); give another output folder, and init_from to "
+                    "start from what this one learned"
+                )
+        place = self.processes.place
+        with torch.no_grad():
+            for name, t in self.net.state_dict().items():
+                t.copy_(place(state["net"][name], t))
+            for name, t in self.ema.items():
+                t.copy_(place(state["ema"][name], t))
+        optimizer, like = state["optimizer"], [p for g in self.optimizer.param_groups for p in g["params"]]
+        for number, entry in optimizer["state"].items():
+            p = like[number]
+            optimizer["state"][number] = {k: place(v, p) if v.shape == p.shape else v for k, v in entry.items()}
+        self.optimizer.load_state_dict(optimizer)
         self.step, self.num_tokens = int(state["step"]), int(state["num_tokens"])
-        self.curve = json.loads(state["curve"])
+        self.measured_at = int(state.get("measured_at", -1))
+        self.best, self.curve = json.loads(state.get("best", "{}")), json.loads(state["curve"])
         return True
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
-    def run(self, until: int | None = None) -> None:
-        """Train to `until` (default: the config's steps), log to `log.jsonl`; SIGTERM and Ctrl-C save and return."""
-        c, out = self.config, Path(self.config.out)
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(out / "train.json", c.to_dict())
+    def run(self, until: int | None = None) -> bool:
+        """Train to `until` (default: the config's steps), log to `log.jsonl`; SIGTERM and Ctrl-C save and return.
+
+        True where the run is finished, and what it leaves was judged.
+        """
+        c, out, first = self.config, Path(self.config.out), self.processes.is_first
+        log: Watch = nothing
+        if first:
+            out.mkdir(parents=True, exist_ok=True)
+            write_json(out / "train.json", c.to_dict())
+            log = Log(out, self.step, tensorboard=c.tensorboard)
+
+        def tell(kind: str, record: Record) -> None:
+            if first:
+                log(kind, record)
+                self.watch(kind, record)
+
         stop = _StopSignal()
-        last_save = window_start = time.monotonic()
-        d = self.net.config.d
-        sums, counts, tokens_before = torch.zeros(d), torch.zeros(d), self.num_tokens
         end = c.steps if until is None else min(until, c.steps)
+        pace = _Pace(self)
+        last_save = time.monotonic()
         with stop:
-            while self.step < end and not stop.asked:
-                got, norm = self.update()
-                sums += got.sums
-                counts += got.counts
-                if self.step % c.log_every == 0 or self.step == end:
-                    now = time.monotonic()
-                    record = {
-                        "step": self.step,
-                        "epoch": round(self.step * c.sequences_per_step / len(self.train_set), 3),
-                        "tokens": self.num_tokens,
-                        "lr": round(learning_rate(c, self.step - 1), 8),
-                        "loss": [round(x, 4) for x in (sums / counts.clamp(min=1)).tolist()],
-                        "grad_norm": round(norm, 3),
-                        "tokens_per_s": round((self.num_tokens - tokens_before) / max(1e-9, now - window_start)),
-                        "time": round(time.time()),
-                    }
-                    _append(out / "log.jsonl", record)
-                    sums.zero_(), counts.zero_()
-                    window_start, tokens_before = now, self.num_tokens
-                if self.step % c.eval_every == 0 or self.step == end:
-                    began = time.monotonic()
-                    report = evaluate(
-                        self.loss, self.net, self.held_out, self.view, self.kept, self.teacher_head, self.dtype
-                    )
-                    record = {"step": self.step, "tokens": self.num_tokens, "time": round(time.time()), **report}
-                    self.curve.append(record)
-                    _append(out / "log.jsonl", {"eval": record})
-                    self.report(_line(record))
-                    window_start += time.monotonic() - began
-                if time.monotonic() - last_save > c.save_every_s:
+            while True:
+                asked = False
+                if self._m_is_due(end):
+                    with pace.paused():
+                        asked = not self.measure_m(out, tell, stop)
+                wanted = torch.tensor(
+                    [float(stop.asked or asked), float(time.monotonic() - last_save > c.save_every_s)]
+                )
+                asked, save = (self.processes.sum(wanted) > 0).tolist()  # all do the same
+                if asked or self.step >= end:
+                    break
+                if save:
                     self.save(out)
                     last_save = time.monotonic()
+                pace.add(*self.update())
+                if self.step % c.log_every == 0 or self.step == end:
+                    tell("train", pace.record(end))
+                if self.step % c.eval_every == 0 or self.step == end:
+                    with pace.paused():
+                        record = self.evaluate()
+                    self.curve.append(record)
+                    tell("eval", record)
         self.save(out)
+        self.processes.wait()
+        finished = self.step == c.steps and not asked
+        if finished:
+            self._finish(out, tell)
+        if isinstance(log, Log):
+            log.close()
+        return finished
+
+    def evaluate(self, net: DraftNet | None = None) -> Record:
+        """Held-out figures of the weights that are saved, or of another network."""
+        net = net or self.shown()
+        at = {"step": self.step, "tokens": self.num_tokens, "time": round(time.time())}
+        if not self.processes.is_first:
+            return at
+        found = evaluate(self.loss, net, self.held_out, self.view, self.kept, self.teacher_head, self.dtype)
+        return {**at, **found}
+
+    def _m_is_due(self, end: int) -> bool:
+        c = self.config
+        if self.measure is None or not c.m_every or not self.step or self.measured_at == self.step:
+            return False
+        return self.step % c.m_every == 0 or self.step == end == c.steps
+
+    def measure_m(self, out: Path, tell: Watch, stop: _StopSignal) -> bool:
+        """M of the weights that are saved; where it is the best so far, those very files become `best/`. False when
+        the run was told to stop meanwhile: it is measured again when the run goes on."""
+        self.save_drafter(out / "latest")
+        gave_up = torch.zeros(1)
+        if self.processes.is_first:
+            assert self.measure is not None
+            found = self.measure(out / "latest", lambda: stop.asked)
+            if found is None:
+                gave_up += 1
+            else:
+                best = not self.best or found["M"] > self.best["M"]
+                record = {"step": self.step, "tokens": self.num_tokens, "time": round(time.time()), **found}
+                if best:
+                    self.best = record
+                    keep_drafter(out / "latest", out / "best", record)
+                tell("m", {**record, "best": best})
+        if bool(self.processes.sum(gave_up)):
+            return False
+        self.measured_at = self.step
+        self.save(out)  # what is best and `best/` belong together
+        return True
+
+    def _finish(self, out: Path, tell: Watch) -> None:
+        """Judges exactly the weights that are left: those of `best/`, read back."""
+        if not self.processes.is_first:
+            return
+        folder = drafter_folder(out, self.config)
+        net = type(self.net).from_folder(folder).float().to(self.device)
+        at = net.config.provenance
+        record = {**self.evaluate(net), "step": at["step"], "tokens": at["trained_tokens"], "drafter": folder.name}
+        if self.best:
+            record |= {name: self.best[name] for name in ("M", "rounds", "nodes")}
+        tell("final", record)
 
 
-def _append(path: Path, record: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as log:
-        log.write(json.dumps(record) + "\n")
+def drafter_folder(out: Path, config: TrainConfig) -> Path:
+    """Where a finished run's drafter lies."""
+    return out / ("best" if config.m_every else "latest")
 
 
-def _line(record: dict[str, Any]) -> str:
-    def shares(name: str) -> str:
-        return " ".join(f"{x:.3f}" for x in record[name])
+def keep_drafter(source: Path, folder: Path, record: Record) -> None:
+    """Copies a drafter's folder, byte for byte but for the acceptance that was measured with it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with written_aside(folder / "model.safetensors") as aside:
+        shutil.copyfile(source / "model.safetensors", aside)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config["acceptance"] = {str(record["nodes"]): round(record["M"], 4)}
+    write_json(folder / "config.json", config)
 
-    return (
-        f"step {record['step']}  {record['tokens'] / 1e6:.2f} M tokens  "
-        f"hit@1 {shares('hit1')}  hit@10 {shares('hit10')}  loss {record['loss'][0]:.3f}"
-    )
+
+def nothing(_: str, __: Record) -> None:
+    """A watch of processes but the first."""
+
+
+class _Pace:
+    """Sums between two lines of the log, and the rate."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.norm = 0.0
+        self.began = self.window = time.monotonic()
+        self.from_step, self.from_tokens = trainer.step, trainer.num_tokens
+        self.total: Step | None = None
+
+    def add(self, step: Step, norm: float) -> None:
+        self.norm = norm
+        self.total = step if self.total is None else Step(*(a + b for a, b in zip(self.total, step, strict=True)))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside does not count for the rate, but does for the time left."""
+        began = time.monotonic()
+        yield
+        self.window += time.monotonic() - began
+
+    def record(self, end: int) -> Record:
+        """The line of the log; all processes call. The window begins anew."""
+        t, now = self.trainer, time.monotonic()
+        c, total = t.config, self.total
+        assert total is not None
+        sums, counts = (t.processes.sum(x.cpu()) for x in (total.sums, total.counts))
+        each = (now - self.began) / max(1, t.step - self.from_step)
+        record = {
+            "step": t.step,
+            "epoch": round(t.step * c.sequences_per_step / len(t.train_set), 3),
+            "tokens": t.num_tokens,
+            "lr": round(learning_rate(c, t.step - 1), 8),
+            "loss": [round(x, 4) for x in (sums / counts.clamp(min=1)).tolist()],
+            "grad_norm": round(self.norm, 3),
+            "tokens_per_s": round((t.num_tokens - self.from_tokens) / max(1e-9, now - self.window)),
+            "seconds_left": round(each * (end - t.step)),
+            "time": round(time.time()),
+        }
+        self.total, self.window, self.from_tokens = None, now, t.num_tokens
+        return record
 
 
 class _StopSignal:

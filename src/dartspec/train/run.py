@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import hashlib
+import json
 import random
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -28,13 +28,23 @@ from dartspec.train.data import (
 )
 from dartspec.train.evaluate import prepare_held_out
 from dartspec.train.features import CacheInfo, StateCache, States, cache_info, log_normaliser
-from dartspec.train.loop import Trainer, head_rows, target_layer, warm_start
+from dartspec.train.files import write_json
+from dartspec.train.layer import llama_layer, rope_theta
+from dartspec.train.loop import Trainer, drafter_folder, head_rows, warm_start
+from dartspec.train.measure import committed_a_round, held_prompts
+from dartspec.train.parallel import processes
+from dartspec.train.watch import Record, Watch
 
+LAYER_IDS = 512  # ids of the draft vocabulary that the layer to start from is looked at with
 ROWS_A_HEAD = 64  # positions whose whole-vocabulary logits live at once
 
 
 class TargetStates:
-    """A frozen `Target` as a `StateSource`: one prefill an example, through the same code that decoding uses."""
+    """A frozen `Target` as a `StateSource`: one prefill an example, through the same code that decoding uses.
+
+    One at a time: several answers packed into one forward under a block-diagonal mask gave 4 % on a CPU core at best,
+    padded to one length 14 % less (SmolLM2-135M, bfloat16, answers of 190 tokens).
+    """
 
     def __init__(self, target: Target, taps: Sequence[int]) -> None:
         self.target, self.taps = target, tuple(taps)
@@ -45,17 +55,22 @@ class TargetStates:
                     f"{target.name} changes its logits after the head ({key} = {value}), which training cannot do"
                 )
 
+    def many(self, examples: Sequence[Example]) -> list[States]:
+        return [self.states(e) for e in examples]
+
     @torch.no_grad()
     def states(self, example: Example) -> States:
+        """On the target's device."""
         session = self.target.session(1, len(example.ids), (*self.taps, FINAL))
         got = session.prefill(0, example.ids).features
         assert got is not None
+        session.close()
         final = got[:, -1]
-        log_norm = torch.zeros(len(example.ids))
+        log_norm = torch.zeros(len(example.ids), device=final.device)
         for at in range(max(0, example.num_prompt - 1), len(example.ids), ROWS_A_HEAD):
             logits = self.target.lm_head(final[at : at + ROWS_A_HEAD])[:, : self.target.num_tokens]
-            log_norm[at : at + ROWS_A_HEAD] = log_normaliser(logits).cpu()
-        return States(got[:, :-1].cpu(), final.cpu(), log_norm)
+            log_norm[at : at + ROWS_A_HEAD] = log_normaliser(logits)
+        return States(got[:, :-1], final, log_norm)
 
 
 def method(name: str) -> ModuleType:
@@ -77,8 +92,6 @@ def fresh_net(
     """The method's network, shaped like the target's own layers, so a row costs what it costs in a target layer."""
     c = target.config
     heads = int(c.num_attention_heads)
-    rope = getattr(c, "rope_parameters", None) or {}
-    theta = rope.get("rope_theta") if isinstance(rope, dict) else None
     common = {
         "hidden_size": target.hidden_size,
         "intermediate_size": config.intermediate_size or int(getattr(c, "intermediate_size", 4 * target.hidden_size)),
@@ -86,7 +99,7 @@ def fresh_net(
         "num_key_value_heads": int(getattr(c, "num_key_value_heads", None) or heads),
         "head_dim": int(getattr(c, "head_dim", None) or target.hidden_size // heads),
         "rms_norm_eps": float(getattr(c, "rms_norm_eps", 1e-5)),
-        "rope_theta": float(theta or getattr(c, "rope_theta", None) or 10000.0),
+        "rope_theta": rope_theta(c),
         "draft_vocab_size": len(vocabulary.ids),
         "vocab_size": target.vocab_size,
         "target_hidden_size": target.hidden_size,
@@ -105,7 +118,7 @@ def fresh_net(
         vocabulary.ids,
         head_rows(target, vocabulary.ids),
         config.seed,
-        lambda number: target_layer(target.model, number),
+        lambda number: llama_layer(target.model, number, vocabulary.ids[:LAYER_IDS]),
     )
     net: DraftNet = method(config.method).start(start)
     return net
@@ -133,23 +146,23 @@ class Plan(NamedTuple):
         ]
 
 
-def train(
-    config: TrainConfig,
-    target: Target,
-    *,
-    dry_run: bool = False,
-    report: Callable[[str], None] = print,
-    template_hash: str | None = None,
-) -> Path:
-    """Train a drafter for `target`, resuming where `config.out` has a run. Returns the drafter folder `out/latest`.
+class Prepared(NamedTuple):
+    """What a run needs before its first update."""
 
-    dry_run: say tokens, coverage, cache size, then measure the rate on a few updates and say the hours; writes nothing.
-    """
-    if target.device.type != "cpu":
-        raise DartspecError(
-            f"{target.name} is on {target.device}, and training runs on the CPU only so far: load it with device cpu"
-        )
-    torch.set_num_threads(config.threads)
+    training: list[Example]
+    held: list[Example]
+    net: DraftNet
+    kept: tuple[int, ...]
+    plan: Plan
+
+    @property
+    def ordered(self) -> list[Example]:
+        """As a cache of their states holds them: the held-out ones first."""
+        return [*self.held, *self.training]
+
+
+def prepare(config: TrainConfig, target: Target, template_hash: str | None = None) -> Prepared:
+    """Read the data, choose the draft vocabulary, start the network. No forward of the target."""
     paths = [Path(p) for p in config.data]
     examples = read_examples(paths, max_tokens=config.max_tokens, vocab_size=target.num_tokens)
     training, held = split_examples(examples, config.held_out)
@@ -159,7 +172,7 @@ def train(
         "data": [p.name for p in paths],
         "data_digest": digest(training),
         "train_config": {
-            k: v for k, v in config.to_dict().items() if k not in ("out", "cache", "init", "target", "data")
+            k: v for k, v in config.to_dict().items() if k not in ("out", "cache", "init", "target", "data", "device")
         },
         "coverage": round(vocabulary.coverage, 5),
         "torch": torch.__version__,
@@ -172,76 +185,142 @@ def train(
     if trained is not None:
         warm_start(net, trained)
     kept = config.cache_taps or tuple(t for t in net.config.taps if t != FINAL)
-    ordered = [*held, *training]  # held-out first: a half-written cache can already be judged
-    info = cache_info(ordered, target.weights_fingerprint or target.name, kept, target.hidden_size)
+    ordered = [*held, *training]
     plan = Plan(
         len(training),
         len(held),
         sum(e.num_response for e in training),
         sum(len(e.ids) for e in training),
         vocabulary.coverage,
-        info,
+        cache_info(ordered, target.weights_fingerprint or target.name, kept, target.hidden_size),
         config.steps,
         config.steps * config.sequences_per_step / len(training),
     )
-    for line in plan.lines():
-        report(line)
-    source = TargetStates(target, kept)
+    return Prepared(training, held, net, kept, plan)
 
-    if config.cache and not dry_run:
-        cache = StateCache(Path(config.cache), info, ordered)
-        cache.fill(source, report)
 
-        def states(index: int) -> States:
-            return cache.read(len(held) + index)
+def train(
+    config: TrainConfig,
+    target: Target,
+    *,
+    dry_run: bool = False,
+    memory_limit: int | None = None,
+    report: Callable[[str], None] = print,
+    watch: Watch | None = None,
+    template_hash: str | None = None,
+) -> Path:
+    """Train a drafter for `target`, resuming where `config.out` has a run. Returns the drafter's folder: `out/best`,
+    the weights with the best M, or `out/latest` where M is never measured. A finished run whose inputs are the same
+    does nothing.
 
-        held_states = [cache.read(i) for i in range(len(held))]
+    dry_run: say what it takes, after three real updates (`train.dryrun`); writes nothing. memory_limit: bytes that the
+    run may take there, instead of what is free. watch: told of every record (`train.watch`); default: lines.
+    """
+    torch.set_num_threads(config.threads)
+    shared = processes(target.device, config.parallel)
+    say = report if shared.is_first else _silent
+    out = Path(config.out)
+    ready = prepare(config, target, template_hash)
+    identity = inputs(config, ready, target)
+    if not dry_run and (done := read_done(out)).get("inputs") == identity:
+        say(f"{out}: finished at update {config.steps}, and its inputs have not changed: nothing to do")
+        return out / str(done["drafter"])
+    for line in ready.plan.lines():
+        say(line)
+    source = TargetStates(target, ready.kept)
+    if dry_run:
+        from dartspec.train.dryrun import dry_run as try_out
+
+        try_out(config, ready, source, memory_limit, say)
+        return drafter_folder(out, config)
+
+    num_held = len(ready.held)
+    if config.cache:
+        with shared.first_before_others():
+            cache = StateCache(Path(config.cache), ready.plan.cache, ready.ordered)
+        cache.fill(source, say, part=(shared.index, shared.count))
+        shared.wait()
+
+        def states(indices: Sequence[int]) -> list[States]:
+            return [cache.read(num_held + i) for i in indices]
+
+        held_states = [cache.read(i) for i in range(num_held)] if shared.is_first else []
     else:
 
-        def states(index: int) -> States:
-            return source.states(training[index])
+        def states(indices: Sequence[int]) -> list[States]:
+            return source.many([ready.training[i] for i in indices])
 
-        held_states = [source.states(e) for e in (held[:4] if dry_run else held)]
+        held_states = [s.to(torch.device("cpu")) for s in source.many(ready.held)] if shared.is_first else []
 
-    prepared = prepare_held_out(held[: len(held_states)], held_states, target, config.eval_stride)
-    trainer = Trainer(config, net, module.loss, target, training, states, kept, prepared, report)
-    if dry_run:
-        _report_rate(trainer, config, report)
-        return Path(config.out) / "latest"
-    if trainer.resume(Path(config.out)):
-        report(f"resuming at step {trainer.step} of {config.steps}")
-    trainer.run()
-    return Path(config.out) / "latest"
-
-
-def _report_rate(trainer: Trainer, config: TrainConfig, report: Callable[[str], None]) -> None:
-    """Seconds an update, split into the target's forward and the rest: with a cache the first is paid once."""
-    seconds: list[float] = []
-    forward_s = 0.0
-    plain = trainer.states
-
-    def timed(index: int) -> States:
-        nonlocal forward_s
-        began = time.monotonic()
-        result = plain(index)
-        forward_s += time.monotonic() - began
-        return result
-
-    trainer.states = timed
-    for step in range(6):
-        if step == 2:  # the first two warm up
-            forward_s = 0.0
-        began = time.monotonic()
-        trainer.update()
-        seconds.append(time.monotonic() - began)
-    each = sum(seconds[2:]) / 4
-    forward = forward_s / 4
-    online = each * config.steps / 3600
-    answers = config.steps * config.sequences_per_step
-    once = forward / config.sequences_per_step * min(answers, len(trainer.train_set)) / 3600
-    cached = (each - forward) * config.steps / 3600 + once
-    tokens = trainer.num_tokens / 6
-    report(
-        f"{tokens / each:.0f} tokens/s: {each * 1e3:.0f} ms an update, of which {forward * 1e3:.0f} ms are the target's"
+    trainer = Trainer(
+        config,
+        ready.net,
+        method(config.method).loss,
+        target,
+        ready.training,
+        states,
+        ready.kept,
+        prepare_held_out(ready.held[: len(held_states)], held_states, target, config.eval_stride),
+        say,
+        processes=shared,
+        measure=_measure(config, target, ready.held),
+        watch=watch,
     )
-    report(f"{online:.2f} hours online, {cached:.2f} hours with a cache ({math.ceil(once * 60)} minutes to fill it)")
+    if trainer.resume(out):
+        say(f"resuming at step {trainer.step} of {config.steps}")
+    if not trainer.run():
+        return out / "latest"
+    folder = drafter_folder(out, config)
+    if shared.is_first:
+        write_json(out / "done.json", {"inputs": identity, "drafter": folder.name, "steps": config.steps})
+    shared.wait()
+    return folder
+
+
+def _silent(_: str) -> None:
+    """A report of processes but the first."""
+
+
+def _measure(
+    config: TrainConfig, target: Target, held: Sequence[Example]
+) -> Callable[[Path, Callable[[], bool]], Record | None]:
+    """M of a drafter folder on prompts of the held-out data."""
+    prompts = held_prompts(held, config.m_prompts)
+
+    def measure(folder: Path, give_up: Callable[[], bool]) -> Record | None:
+        drafter = method(config.method).load(folder, target)
+        return committed_a_round(
+            target, drafter, prompts, num_nodes=config.m_nodes, num_tokens=config.m_tokens, give_up=give_up
+        )
+
+    return measure
+
+
+# keys that change neither what is learned nor which weights are kept
+_NOT_INPUTS = frozenset(
+    ["out", "cache", "threads", "save_every_s", "log_every", "eval_every", "tensorboard", "device", "parallel"]
+)
+_SEEN_BY_CONTENT = frozenset(("target", "revision", "data", "init"))  # where it lies does not matter
+
+
+def inputs(config: TrainConfig, ready: Prepared, target: Target) -> str:
+    """Fingerprint of all that decides what a run leaves."""
+    weights = hashlib.sha256()
+    for tensor in ready.net.state_dict().values():  # what it starts from, `init` and the target's layers among it
+        weights.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    seen = {
+        "config": {k: v for k, v in config.to_dict().items() if k not in _NOT_INPUTS | _SEEN_BY_CONTENT},
+        "data": [digest(ready.training), digest(ready.held)],
+        "start": weights.hexdigest(),
+        "target": [target.weights_fingerprint, target.tokenizer_fingerprint, ready.net.config.template_hash],
+    }
+    return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_done(out: Path) -> dict[str, Any]:
+    """What a finished run says of itself, or nothing: then it is none, or its drafter is gone."""
+    path = out / "done.json"
+    if not path.exists():
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found if (out / str(found.get("drafter")) / "model.safetensors").exists() else {}
