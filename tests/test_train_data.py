@@ -179,7 +179,7 @@ def test_the_vocabulary_is_the_most_frequent_answer_tokens() -> None:
     forced = choose_vocabulary(examples, 2, 12, always=[2])
     assert forced.ids.tolist() == [2, 4]  # 4 and 7 are equally frequent: the lower id
     filled = choose_vocabulary(examples, 6, 12)
-    assert filled.ids.tolist() == [0, 1, 2, 3, 4, 7]
+    assert filled.ids.tolist() == [0, 1, 3, 4, 7, 9]  # then what prompts have, then the lowest
     for size in (0, 13):
         with pytest.raises(DartspecError, match="must be between 1 and"):
             choose_vocabulary(examples, size, 12)
