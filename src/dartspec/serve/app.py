@@ -27,7 +27,7 @@ from dartspec.serve.service import Job, Service
 PAGE = Path(__file__).parent / "page"
 LINGER_S = 5.0  # for a reader who is slow to take the end
 
-_ERROR = {
+_ERROR: dict[str, Any] = {
     "description": "refused, in one sentence",
     "content": {
         "application/json": {
@@ -54,11 +54,11 @@ _ANSWER = {
     "description": "OpenAI's object, or with stream=true its pieces as server-sent events",
     "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
 }
-_GENERATION = {
+_GENERATION: dict[int | str, dict[str, Any]] = {
     200: _ANSWER,
     **{status: _ERROR for status in (400, 401, 403, 404, 408, 413, 422, 429, 503, 504)},
 }
-_SIMPLE = {status: _ERROR for status in (401, 403, 503)}
+_SIMPLE: dict[int | str, dict[str, Any]] = {status: _ERROR for status in (401, 403, 503)}
 
 
 def create(service: Service) -> Gate:
@@ -95,7 +95,7 @@ def create(service: Service) -> Gate:
         made = ApiError(500, f"the server made a mistake on request {number}; its log says more", kind="server_error")
         return _refusal(service, request, made)
 
-    @app.post("/v1/chat/completions", responses=_GENERATION, tags=["openai"])  # type: ignore[arg-type]
+    @app.post("/v1/chat/completions", responses=_GENERATION, tags=["openai"])
     async def chat(body: ChatRequest, request: Request) -> Response:
         """One or more answers to a conversation."""
         lm = service.lm
@@ -108,7 +108,7 @@ def create(service: Service) -> Gate:
         ids = await _read(service, lambda: lm.text.encode_chat(messages, **arguments), "messages")
         return await _generate(service, request, body, [ids], params, chat=True)
 
-    @app.post("/v1/completions", responses=_GENERATION, tags=["openai"])  # type: ignore[arg-type]
+    @app.post("/v1/completions", responses=_GENERATION, tags=["openai"])
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """One or more continuations of a text, or of several."""
         lm = service.lm
@@ -120,12 +120,12 @@ def create(service: Service) -> Gate:
             prompts.append(await _read(service, lambda prompt=prompt: lm.encode(prompt), "prompt"))  # type: ignore[misc]
         return await _generate(service, request, body, prompts, params, chat=False)
 
-    @app.get("/v1/models", responses=_SIMPLE, tags=["openai"])  # type: ignore[arg-type]
+    @app.get("/v1/models", responses=_SIMPLE, tags=["openai"])
     async def models() -> dict[str, Any]:
         """The one model."""
         return {"object": "list", "data": [_model(service)]}
 
-    @app.get("/v1/models/{name:path}", responses={404: _ERROR, **_SIMPLE}, tags=["openai"])  # type: ignore[dict-item]
+    @app.get("/v1/models/{name:path}", responses={404: _ERROR, **_SIMPLE}, tags=["openai"])
     async def model(name: str) -> dict[str, Any]:
         """The one model, by its name."""
         _ = service.lm
@@ -133,19 +133,19 @@ def create(service: Service) -> Gate:
             raise _no_model(service, name)
         return _model(service)
 
-    @app.post("/v1/embeddings", responses={501: _ERROR, **_SIMPLE}, tags=["openai"])  # type: ignore[dict-item]
+    @app.post("/v1/embeddings", responses={501: _ERROR, **_SIMPLE}, tags=["openai"])
     async def embeddings() -> Response:
         """Refused."""
         raise ApiError(
             501, "embeddings are not served: this server writes text; use /v1/chat/completions", code="not_supported"
         )
 
-    @app.get("/dartspec/info", responses=_SIMPLE, tags=["dartspec"])  # type: ignore[arg-type]
+    @app.get("/dartspec/info", responses=_SIMPLE, tags=["dartspec"])
     async def info() -> dict[str, Any]:
         """What is served and how."""
         return service.info()
 
-    @app.post("/dartspec/reload", responses={400: _ERROR, **_SIMPLE}, tags=["dartspec"])  # type: ignore[dict-item]
+    @app.post("/dartspec/reload", responses={400: _ERROR, **_SIMPLE}, tags=["dartspec"])
     async def reload() -> dict[str, Any]:
         """Reads the drafter and its index again. Only where the server has an API key; or send the process SIGHUP."""
         if service.settings.api_key is None:
@@ -157,13 +157,13 @@ def create(service: Service) -> Gate:
             )
         return await service.reload()
 
-    @app.get("/health", responses={503: _ERROR}, tags=["operation"])  # type: ignore[dict-item]
+    @app.get("/health", responses={503: _ERROR}, tags=["operation"])
     async def health() -> Response:
         """Whether the process works; 503 means that it should be started anew."""
         status = 200 if service.is_healthy else 503
         return Response(as_json({"status": "ok" if status == 200 else "failed"}), status, media_type="application/json")
 
-    @app.get("/ready", responses={503: _ERROR}, tags=["operation"])  # type: ignore[dict-item]
+    @app.get("/ready", responses={503: _ERROR}, tags=["operation"])
     async def ready() -> Response:
         """Whether requests are taken now; until then, what is being done."""
         good = service.state == "ready" and service.is_healthy
@@ -184,7 +184,7 @@ def create(service: Service) -> Gate:
     async def page(name: str, request: Request) -> Response:
         return _page(name, request)
 
-    return Gate(app, service)  # type: ignore[arg-type]
+    return Gate(app, service)
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

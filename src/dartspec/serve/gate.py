@@ -107,7 +107,7 @@ class Gate:
             facts["status"] = status
             facts["ms"] = round(1e3 * (time.perf_counter() - scope["arrived"]), 1)
             self._service.board.requests.add(status=str(status))
-            quiet = scope["path"] in ("/health", "/ready", "/metrics") and status == 200
+            quiet = scope["path"] in ("/health", "/ready", "/metrics")
             _log.log(logging.DEBUG if quiet else logging.INFO, "request", extra=facts)
 
     def _check(self, scope: Scope, headers: dict[str, str], allowed: str | None) -> None:

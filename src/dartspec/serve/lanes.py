@@ -27,6 +27,7 @@ class Lanes:
         self._make, self._most = make, most
         self._lanes: dict[str, Scheduler] = {}  # the one used last stands last
         self._leaving: list[Scheduler] = []  # replaced, with requests still in progress
+        self._downgraded = 0  # by lanes that are gone
         self._wake = threading.Condition()  # guards all of it
         self._making = threading.Lock()  # one at a time
         self._closed = False
@@ -50,6 +51,12 @@ class Lanes:
         """Those that take requests, and those that only finish theirs."""
         with self._wake:
             return [*self._lanes.values(), *self._leaving]
+
+    @property
+    def num_downgraded(self) -> int:
+        """Sequences that went on without drafts because a drafter failed on them."""
+        with self._wake:
+            return self._downgraded + sum(s.num_downgraded for s in (*self._lanes.values(), *self._leaving))
 
     def scheduler(self, name: str) -> Scheduler:
         """The lane of a drafter, made where there is none; that may take seconds."""
@@ -139,6 +146,7 @@ class Lanes:
             with self._wake:
                 done = [s for s in self._leaving if not _is_busy(s)]
                 self._leaving = [s for s in self._leaving if s not in done]
+                self._downgraded += sum(s.num_downgraded for s in done)
             for scheduler in done:
                 scheduler.close()
 
@@ -150,6 +158,7 @@ class Lanes:
             with self._wake:
                 self._lanes = {n: s for n, s in self._lanes.items() if s is not scheduler}
                 self._leaving = [s for s in self._leaving if s is not scheduler]
+                self._downgraded += scheduler.num_downgraded
             scheduler.fail(error)
 
 

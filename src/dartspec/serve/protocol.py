@@ -126,6 +126,8 @@ class Sampling(_Strict):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if long := next((s for s in stops if len(s) > MOST_STOP_CHARACTERS), None):
             raise bad(f"a stop string has {len(long)} characters; it may have {MOST_STOP_CHARACTERS}", "stop")
+        if any(_is_broken(s) for s in stops):
+            raise bad("a stop string is not valid Unicode: it holds half a surrogate pair", "stop")
         # a seed is 64 bits: a negative one is read as the number with the same bits
         seed = secrets.randbits(SEED_BITS) if self.seed is None else self.seed % 2**64
         given: dict[str, Any] = {
@@ -150,6 +152,10 @@ class Sampling(_Strict):
         except DartspecError as error:
             name = str(error).split(" ", 1)[0]
             raise bad(str(error), name if name in given else None) from None
+
+
+def _is_broken(text: str) -> bool:
+    return any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def _token(key: str) -> int:
@@ -303,5 +309,5 @@ class CompletionRequest(Sampling):
         if not self.prompt:
             raise bad("the prompt is empty: give at least one", "prompt")
         if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return self.prompt  # type: ignore[return-value]
+            return [self.prompt]
+        return self.prompt

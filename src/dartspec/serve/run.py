@@ -114,7 +114,7 @@ class Server(uvicorn.Server):
 
 def make_server(service: Service) -> Server:
     config = uvicorn.Config(
-        create(service),  # type: ignore[arg-type]
+        create(service),
         log_config=None,
         access_log=False,
         lifespan="off",

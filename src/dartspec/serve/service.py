@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dartspec import drafters
@@ -70,13 +71,13 @@ class Settings:
 
 
 class News(NamedTuple):
-    """A chunk of one of a job's answers. round_: its round's record and index, where it was one."""
+    """A chunk of one of a job's answers. record, number: its round, where it was one; chances: of its tree's nodes."""
 
     choice: Choice
     chunk: Chunk
-    round_: RoundRecord | None
-    index: int
-    probs: list[float] | None
+    record: RoundRecord | None
+    number: int
+    chances: list[float] | None
 
 
 class Job:
@@ -205,7 +206,6 @@ class Service:
         self._lm: LM | None = None
         self._lanes: Lanes | None = None
         self._controllers: dict[str, Any] = {}
-        self._downgraded = 0
         # one thread: tokenizers do not like two at once
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dartspec-read")
         self._maker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dartspec-make")
@@ -275,12 +275,16 @@ class Service:
     def default(self) -> str:
         """The drafter of requests that name none."""
         assert self._lm is not None
-        return PLAIN if self._lm.drafter_name == "none" else self._lm.drafter_name
+        # of a trained drafter's folder only the last part is anybody's business
+        name = "+".join(Path(part).name for part in self._lm.drafter_name.split("+"))
+        return PLAIN if name == "none" else name
 
     @property
     def drafters(self) -> list[str]:
-        """Names that a request may ask for: plain decoding, the server's own, and methods that need no training."""
-        return list(dict.fromkeys([PLAIN, self.default, *_offered()]))
+        """Names that a request may ask for: plain decoding, the server's own and its parts, and methods that need no
+        training."""
+        parts = [p for p in self.default.split("+") if p in drafters.names()]
+        return list(dict.fromkeys([PLAIN, self.default, *parts, *_offered()]))
 
     @property
     def max_length(self) -> int:
@@ -317,6 +321,7 @@ class Service:
         board.cache.set(running / slots if slots else 0.0)
         board.cache_old.set(running / slots if slots else 0.0)
         board.lanes.set(len(lanes))
+        board.downgraded.set(self._lanes.num_downgraded)
         board.plain.set(self.plain_tokens_per_s or 0.0)
 
     # -- requests ----------------------------------------------------------------------------------------------------
