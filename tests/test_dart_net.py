@@ -95,16 +95,27 @@ FORMS.append({"shifted": False})
 
 
 @pytest.mark.parametrize("changes", FORMS)
-def test_block_form_equals_dense_mask_in_rows_and_gradients(changes: dict[str, Any]) -> None:
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("form", ["block", "blocks of 9", "dense", "flex"])
+def test_three_forms_equal_the_dense_twin_in_rows_and_gradients(
+    changes: dict[str, Any], form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dartspec.drafters import dart
+
     c = config(**changes)
     net, view = random_net(c), View()
+    if form == "blocks of 9":
+        monkeypatch.setattr(dart, "ROWS_A_BLOCK", 9)
+    net.form = form.split("s ")[0]
+    has_backward = form != "flex"  # torch has none of FlexAttention on the CPU
     (ids_a, f_a), (ids_b, f_b) = text(13, 1), text(7, 2)
     f_a, f_b = f_a[:, : len(c.taps)], f_b[:, : len(c.taps)]
     firsts, anchors = ([2, 5, 11], [0, 5]), ([3, 5, 11], [0, 1, 4])
     a = shared_rows(view, ids_a, f_a, firsts[0], anchors[0])
     b = shared_rows(view, ids_b, f_b, firsts[1], anchors[1])
     packed = SharedRows(*(torch.cat((x, y)) if isinstance(x, Tensor) else [*x, *y] for x, y in zip(a, b, strict=True)))
-    first, masks = net.shared_forward(packed)
+    with torch.set_grad_enabled(has_backward):
+        first, masks = net.shared_forward(packed)
     got = torch.cat((first, masks.flatten(0, 1)))
 
     wanted_first, wanted_masks = [], []
@@ -120,6 +131,8 @@ def test_block_form_equals_dense_mask_in_rows_and_gradients(changes: dict[str, A
             wanted_masks.append(dense[len(rows) :, 1:].flatten(0, 1))
     wanted = torch.cat([*wanted_first, *wanted_masks])
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    if not has_backward:
+        return
 
     probe = torch.randn(got.shape, generator=torch.Generator().manual_seed(3))
     head_free = [p for n, p in net.named_parameters() if n != "lm_head.weight"]
@@ -131,11 +144,13 @@ def test_block_form_equals_dense_mask_in_rows_and_gradients(changes: dict[str, A
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()) + 1e-6)
 
 
+@pytest.mark.parametrize("form", ["block", "dense"])
 @pytest.mark.parametrize("shifted", [True, False])
 @pytest.mark.parametrize(("first", "anchors"), [([2, 5], []), ([], [3]), ([], [])])
-def test_rows_of_one_kind_only_or_none(shifted: bool, first: list[int], anchors: list[int]) -> None:
+def test_rows_of_one_kind_only_or_none(form: str, shifted: bool, first: list[int], anchors: list[int]) -> None:
     c = config(shifted=shifted)
     net, view = random_net(c), View()
+    net.form = form
     ids, features = text(9)
     whole_first, whole_masks = net.shared_forward(shared_rows(view, ids, features, [2, 5], [3]))
     some = shared_rows(view, ids, features, [], [])._replace(

@@ -10,7 +10,7 @@ the prefix, so that a round runs only the newly committed rows. The tree is made
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dartspec import _core
 from dartspec.drafters._checkpoint import DraftNet, LayerConfig, NetConfig, check_target
+from dartspec.drafters._masks import attend_dense, attend_flex, layout
 from dartspec.drafters._nn import (
     FusedLayer,
     Gated,
@@ -46,7 +47,9 @@ if TYPE_CHECKING:
     from dartspec.ngram import NgramIndex
     from dartspec.ngram.live import LiveText
 
+FORMS = ("", "block", "dense", "flex")
 PREFILL_ROWS = 512  # clean rows a chunk while a long prompt is read
+ROWS_A_BLOCK = 512  # queries of the block form that attend at once: no more scores than that by the length live
 FEW_ROWS = 32  # that many new rows go through one product together with the last one
 
 
@@ -111,6 +114,7 @@ class DartNet(DraftNet):
 
     config_class = Config
     config: Config
+    form = ""  # of the training pass: block, dense or flex; empty: flex on CUDA, block elsewhere
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -154,34 +158,66 @@ class DartNet(DraftNet):
         return super().from_tensors(config, found, path)
 
     def shared_forward(self, rows: SharedRows) -> tuple[Tensor, Tensor]:
-        """Prefix-shared forward in block form: every group of masks sees its clean prefix and itself, nothing else.
+        """The prefix-shared pass: every group of masks sees its clean prefix and itself, nothing else (`_masks`).
 
         Returns `first` (sum R, H), the rows that predict offset 1, and `masks` (sum A, d - 1, H), final norm applied;
-        both in the order of the sequences. Equal to one attention under the dense mask of method.md section 3: the
-        softmax of a mask row runs over [scores of the clean keys <= its anchor ; scores of its own group's masks].
-
-        A clean row that predicts nothing costs its keys and values only; the projections of a mask are computed once.
-        Unshifted, a `first` row is followed by one mask, which predicts offset 1, and the first of an anchor's d masks
-        is only seen by the others.
+        both in the order of the sequences. Unshifted, a `first` row is followed by one mask, which predicts offset 1,
+        and the first of an anchor's d masks is only seen by the others.
         """
-        c, attn = self.config, self.layer.self_attn
-        heads, kv, dim, later = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.d - 1
+        c, later = self.config, self.config.d - 1
+        num_first, num_groups = sum(map(len, rows.first)), sum(map(len, rows.anchors))
         residual, x = self.clean_rows(rows.features, rows.embeddings)
+        mask_residual, mask_x = self.mask_row(x.dtype)
         starts = torch.tensor([0, *rows.lengths]).cumsum(0)[:-1].tolist()
         flat_first = torch.cat([f + s for f, s in zip(rows.first, starts, strict=True)])
-        num_first, num_groups = len(flat_first), sum(map(len, rows.anchors))
+        form = self.form or ("flex" if x.is_cuda else "block")
+        if form == "block":
+            attended = self._in_blocks(rows, x, mask_x, starts, flat_first)
+        else:
+            attended = self._at_once(rows, x, mask_x, flat_first, attend_flex if form == "flex" else attend_dense)
+        own = residual[flat_first] if c.shifted else mask_residual.expand(num_first, -1)
+        hidden = self.finish(torch.cat((own, mask_residual.expand(num_groups * later, -1))), attended)
+        return hidden[:num_first], hidden[num_first:].view(num_groups, later, c.hidden_size)
+
+    def _at_once(
+        self, rows: SharedRows, x: Tensor, mask_x: Tensor, flat_first: Tensor, attend: Callable[..., Tensor]
+    ) -> Tensor:
+        """(sum R + sum A * (d - 1), heads * dim) attention output: all rows in one attention under the whole mask."""
+        c, attn = self.config, self.layer.self_attn
+        groups = [(rows.anchors, c.num_masks)] if c.shifted else [(rows.first, 1), (rows.anchors, c.num_masks)]
+        place = layout(rows.lengths, groups)
+        n = len(x)
+        x = torch.cat((x, mask_x.expand(len(place.group) - n, -1)))
+        cos, sin = rope_table(place.position, c.head_dim, c.rope_theta)
+        q, k, v = (p(x).view(len(x), -1, c.head_dim) for p in (attn.q_proj, attn.k_proj, attn.v_proj))
+        q, k = (rotate(t, cos[:, None], sin[:, None]) for t in (q, k))
+        out = attend(q, k, v, place).flatten(1)
+        num_first = len(flat_first)
+        first = out[flat_first] if c.shifted else out[n : n + num_first]
+        masks = out[n if c.shifted else n + num_first :].view(-1, c.num_masks, out.shape[1])
+        return torch.cat((first, masks[:, c.num_masks - c.d + 1 :].flatten(0, 1)))
+
+    def _in_blocks(
+        self, rows: SharedRows, x: Tensor, mask_x: Tensor, starts: Sequence[int], flat_first: Tensor
+    ) -> Tensor:
+        """The same in block form: the softmax of a mask runs over [scores of the clean keys <= its anchor ; scores of
+        its own group's masks].
+
+        A clean row that predicts nothing costs its keys and values only; the projections of a mask are computed once.
+        """
+        c, attn = self.config, self.layer.self_attn
+        heads, kv, dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         keys, values = attn.k_proj(x).view(-1, kv, dim), attn.v_proj(x).view(-1, kv, dim)
-        mask_residual, mask_x = self.mask_row(x.dtype)
+        queries = attn.q_proj(x[flat_first]).view(-1, heads, dim) if c.shifted else None
         mask_q, mask_k = attn.q_proj(mask_x).view(heads, dim), attn.k_proj(mask_x).view(kv, dim)
         mask_v = attn.v_proj(mask_x).view(kv, 1, 1, dim)
-        queries = attn.q_proj(x[flat_first]).view(-1, heads, dim) if c.shifted else None
-
         # one table for all positions that occur: sequences start at 0, masks run on from their anchor
         cos, sin = rope_table(torch.arange(max(rows.lengths) + c.num_masks, device=x.device), dim, c.rope_theta)
 
-        def behind(anchors: Tensor, k: Tensor, v: Tensor, skipped: int, num_masks: int) -> Tensor:
-            """(A, num_masks - skipped, heads * dim): what the masks of each anchor attend to, but for the first ones."""
-            here = torch.arange(k.shape[1], device=x.device)
+        def behind(anchors: Tensor, k: Tensor, v: Tensor, num_masks: int, skipped: int) -> Tensor:
+            """(A * (num_masks - skipped), heads * dim): the masks of each anchor but for its first ones."""
+            end = int(anchors.max()) + 1
+            here = torch.arange(end, device=x.device)
             at = anchors[:, None] + torch.arange(1, num_masks + 1, device=x.device)  # positions
             mc, ms, n = cos[at][:, :, None], sin[at][:, :, None], num_masks - skipped
             q = rotate(mask_q, mc[:, skipped:], ms[:, skipped:]).view(len(at), n, kv, heads // kv, dim)
@@ -189,35 +225,42 @@ class DartNet(DraftNet):
             own_v = mask_v.expand(kv, len(at), num_masks, dim)
             causal = torch.ones(n, num_masks, dtype=torch.bool, device=x.device).tril(skipped)
             q = q.permute(2, 3, 0, 1, 4)  # (kv, group, A, n, dim)
-            out = attend_groups(q, k, v, here[None, :] <= anchors[:, None], own_k, own_v, causal)
-            return out.permute(2, 3, 0, 1, 4).reshape(len(at), n, heads * dim)
+            out = attend_groups(q, k[:, :end], v[:, :end], here <= anchors[:, None], own_k, own_v, causal)
+            return out.permute(2, 3, 0, 1, 4).reshape(len(at) * n, heads * dim)
 
         out_first, out_masks, taken = [], [], 0
         for length, start, first, anchors in zip(rows.lengths, starts, rows.first, rows.anchors, strict=True):
             k = rotate(keys[start : start + length], cos[:length, None], sin[:length, None])  # (T, kv, dim)
             k, v = k.transpose(0, 1), values[start : start + length].transpose(0, 1)  # (kv, T, dim)
-            if queries is not None:
-                q = rotate(queries[taken : taken + len(first)], cos[first][:, None], sin[first][:, None])
-                taken += len(first)
-                q = q.view(len(first), kv, heads // kv, dim).permute(1, 2, 0, 3)  # (kv, group, R, dim)
-                out = attend_rows(q, k, v, torch.arange(length, device=x.device)[None, :] <= first[:, None])
-                out_first.append(out.permute(2, 0, 1, 3).reshape(len(first), heads * dim))
-            else:
-                out_first.append(behind(first, k, v, 0, 1)[:, 0])
-            out_masks.append(behind(anchors, k, v, c.num_masks - later, c.num_masks).flatten(0, 1))
-
-        own = residual[flat_first] if c.shifted else mask_residual.expand(num_first, -1)
-        base = torch.cat((own, mask_residual.expand(num_groups * later, -1)))
-        hidden = self.finish(base, torch.cat([*out_first, *out_masks]))
-        return hidden[:num_first], hidden[num_first:].view(num_groups, later, c.hidden_size)
+            for some in torch.split(first, ROWS_A_BLOCK) if len(first) else ():
+                if queries is None:
+                    out_first.append(behind(some, k, v, 1, 0))
+                    continue
+                end = int(some.max()) + 1  # rows ascend, so a block of them sees little of what comes later
+                q = rotate(queries[taken : taken + len(some)], cos[some][:, None], sin[some][:, None])
+                taken += len(some)
+                q = q.view(len(some), kv, heads // kv, dim).permute(1, 2, 0, 3)  # (kv, group, R, dim)
+                out = attend_rows(q, k[:, :end], v[:, :end], torch.arange(end, device=x.device) <= some[:, None])
+                out_first.append(out.permute(2, 0, 1, 3).reshape(len(some), heads * dim))
+            for some in torch.split(anchors, max(1, ROWS_A_BLOCK // c.d)) if len(anchors) else ():
+                out_masks.append(behind(some, k, v, c.num_masks, c.num_masks - c.d + 1))
+        return torch.cat([x.new_zeros(0, heads * dim), *out_first, *out_masks])
 
 
 # --- training -------------------------------------------------------------------------------------------------------
 
 
 def start(s: Start) -> DartNet:
-    """Fresh weights: the target's last layer where it fits, its head rows, masks as small noise, the rest at random."""
-    net = DartNet(s.config(Config, s.taps or default_taps(s.num_layers), ("shifted",)))
+    """Fresh weights: the target's last layer where it fits, its head rows, masks as small noise, the rest at random.
+
+    Options: those of `Config`, and `attention`, the form of the training pass.
+    """
+    own = {k: v for k, v in s.options.items() if k != "attention"}
+    c = s._replace(options=own).config(Config, s.taps or default_taps(s.num_layers), ("shifted", "attention"))
+    net = DartNet(c)
+    net.form = s.options.get("attention", "")
+    if net.form not in FORMS:
+        raise DartspecError(f"DART: attention is {net.form!r}; must be {', '.join(FORMS[1:])}, or empty")
     generator = draw(net, s)
     start_fused(net.layer, net.fc, s)
     copy_head(net.lm_head.weight, s)
@@ -517,7 +560,7 @@ class DartDrafter:
     def _last_rows(
         self, prefix: Prefix, features: Tensor, ids: Tensor, residual_out: Tensor, attended_out: Tensor
     ) -> None:
-        """The remaining clean rows and the masks; the last d of both are attended, (d, heads * dim), into the outputs."""
+        """The remaining clean rows and the masks; the last d of them are attended, (d, heads * dim), into the outputs."""
         c, n, at = self.config, len(ids), prefix.length
         heads, kv, dim, m = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.num_masks
         residual, x = self._inputs(features, ids)
