@@ -26,7 +26,7 @@ from dartspec.bench.endpoint import (
     percentiles,
     row,
 )
-from dartspec.bench.export import export
+from dartspec.bench.export import export, spec_bench
 from dartspec.bench.suites import Prompt
 from dartspec.cli.main import app
 from dartspec.errors import DartspecError
@@ -211,3 +211,38 @@ def test_tables_of_other_programs() -> None:
     assert latex.count(r"\\") == len(rows) + 1
     with pytest.raises(DartspecError, match="format is 'word'"):
         export(made, "word")
+
+
+def test_waits_as_tables() -> None:
+    wait = {"p50": [1.5, 1.0, 2.0], "p90": [3.0, 2.0, 4.0], "p99": None}
+    row = {"rate": 2.0, "service": "plain", "num_requests": 3, "tokens_per_s": 10.0}
+    row |= dict.fromkeys(("first_ms", "per_token_ms", "end_ms"), wait)
+    made = {"kind": "latency", "rows": [row, row | {"service": "d", "against_first": {"end_ms": wait}}]}
+    rows = list(csv.DictReader(io.StringIO(export(made, "csv"))))
+    assert (rows[0]["end_ms.p50"], rows[0]["end_ms.p50_high"]) == ("1.5", "2.0")
+    assert export(made, "markdown").splitlines()[3].startswith("| 2.00 | d | 3 | 10.00 | 1.50 [1.00, 2.00] |")
+    assert export(made, "latex").count("&") == 3 * 13
+
+
+def test_answers_as_spec_bench_reads_them() -> None:
+    """Its speed.py sums new_tokens and wall_time of choice 0, and lists accept_lengths and category."""
+    uncut = {"rounds": 2}
+    base = {"method": "d@8", "threads": 1, "temperature": 0.0, "seed": 0, "batch": 1, "repeat": 0, "suite": "qa"}
+    records = [
+        base | {"id": "qa/81", "turn": t, "text": f"answer {t}", "accept_lengths": [3, t], "uncut": uncut}
+        | {"num_new_tokens": 4 + t, "wall_ms": 500.0}
+        for t in (0, 1)
+    ]  # fmt: skip
+    records += [r | {"repeat": 1, "text": "again"} for r in records]
+    made = {"kind": "run", "rows": [], "records": records, "provenance": {"date": "2026-01-01T00:00:00Z"}}
+    (line,) = spec_bench(made, "d@8").splitlines()
+    answer = json.loads(line)
+    assert (answer["question_id"], answer["category"], answer["model_id"]) == (81, "qa", "d@8")
+    first, second = answer["choices"]
+    assert first["turns"] == ["answer 0", "answer 1"]
+    assert (sum(first["new_tokens"]), sum(first["wall_time"]), first["accept_lengths"]) == (9, 1.0, [3, 0, 3, 1])
+    assert (first["index"], second["index"], second["turns"]) == (0, 1, ["again", "again"])
+    with pytest.raises(DartspecError, match="no method 'x'; it has d@8"):
+        spec_bench(made, "x")
+    with pytest.raises(DartspecError, match="measure with bench run --texts"):
+        spec_bench(made | {"records": [{k: v for k, v in records[0].items() if k != "text"}]}, "d@8")

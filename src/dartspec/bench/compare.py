@@ -41,6 +41,8 @@ def read(path: Path) -> dict[str, Any]:
     result = read_result(path)
     if not isinstance(result, dict) or "records" not in result or "rows" not in result:
         raise DartspecError(f"{path} is no result of dartspec bench run or load: it has no records")
+    if result.get("kind", "run") not in ("run", "load"):
+        raise DartspecError(f"{path} is a result of dartspec bench {result.get('kind')}; expected one of run or load")
     return result
 
 

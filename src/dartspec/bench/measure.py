@@ -74,13 +74,13 @@ def parse_size(text: str) -> int | str:
 
 
 def measure(
-    lm: LM, requests: Sequence[Request], *, trace: bool = False
+    lm: LM, requests: Sequence[Request], *, trace: bool = False, texts: bool = False
 ) -> tuple[list[list[int]], list[dict[str, Any]]]:
     """Decodes the requests as one batch; each one's new ids, and its record (JSON-ready).
 
     A record's `wall_ms`, `decode_wall_ms` and `cpu_ms` are the batch's, divided by its size: `wall_ms` all of it,
     `decode_wall_ms` all after the last prefill, by the clock on the wall and not by adding rounds up; `cpu_ms` the
-    processor's time, all threads. trace: each round's tree, walk and times too.
+    processor's time, all threads. trace: each round's tree, walk and times too. texts: the text, and tokens by round.
     """
     chunks: list[list[Chunk]] = [[] for _ in requests]
     began, cpu = time.perf_counter(), time.process_time()
@@ -112,6 +112,11 @@ def measure(
                 "cut": sums(m if loop is None else m.before(loop)),
                 "uncut": sums(m),
                 **({"trace": _trace(lm, own)} if trace else {}),
+                **(
+                    {"text": lm.text.decode(ids), "accept_lengths": [r.num_committed for r in m.rounds]}
+                    if texts
+                    else {}
+                ),
             }
         )
     return answers, records

@@ -30,7 +30,8 @@ WARM_TOKENS = 12
 class RunConfig:
     """What is measured. suites: names or files. pairs: how many groups of prompts a batch size gets in `bench load`
     (a group at batch 64 repeats prompts where a set has fewer); None takes every prompt once a repeat.
-    turns: how many of a conversation's turns are answered. trace: prompts a set whose rounds are kept one by one."""
+    turns: how many of a conversation's turns are answered. trace: prompts a set whose rounds are kept one by one.
+    texts: keep every text and how many tokens each of its rounds committed."""
 
     suites: tuple[str, ...] = ("all",)
     per_set: int | None = 10
@@ -46,6 +47,7 @@ class RunConfig:
     trace: int = 0
     pairs: int | None = None
     busy: int = 0
+    texts: bool = False
 
     def __post_init__(self) -> None:
         for name in ("suites", "methods", "temperatures", "seeds", "batches", "threads"):
@@ -184,7 +186,7 @@ def _decode(
         reference: list[list[int]] | None = None
         for label, lm in lms.items():
             traced = not warm_up and cell.repeat == 0 and bool(config.trace) and min(cell.prompts) < config.trace
-            answers, made = measure(lm, requests, trace=traced)
+            answers, made = measure(lm, requests, trace=traced, texts=config.texts and not warm_up)
             reference = answers if reference is None else reference
             for i, ids, first, record in zip(here, answers, reference, made, strict=True):
                 prompt = prompts[cell.prompts[i]]

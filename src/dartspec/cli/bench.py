@@ -83,6 +83,9 @@ def run(
     ignore_eos: IgnoreEosOption = False,
     turns: Annotated[int, typer.Option(help="Turns of each conversation that are answered.")] = 1,
     trace: Annotated[int, typer.Option(help="Prompts a set whose rounds are kept for the report.")] = 0,
+    texts: Annotated[
+        bool, typer.Option("--texts", help="Keep every text, for bench table --format spec-bench.")
+    ] = False,
     plain: Annotated[bool, typer.Option("--plain/--no-plain", help="Plain decoding too, or A and M only.")] = True,
     model: o.ModelOption = None,
     dtype: o.DtypeOption = None,
@@ -128,6 +131,7 @@ def run(
         ignore_eos=ignore_eos,
         turns=turns,
         trace=trace,
+        texts=texts,
     )
     term = Terminal(json=json, no_color=no_color)
     loading = o.Loading(model, "none", "auto", "0", dtype, device, None, fast)
@@ -268,31 +272,71 @@ def report(
 
 @app.command("table")
 def table_of(
-    result: Annotated[Path, typer.Argument(help="Result of bench run or load.", show_default=False)],
-    form: Annotated[str, typer.Option("--format", "-f", help="csv, markdown or latex.")] = "csv",
+    result: Annotated[Path, typer.Argument(help="Result of bench run, load, latency or endpoint.", show_default=False)],
+    form: Annotated[str, typer.Option("--format", "-f", help="csv, markdown, latex or spec-bench.")] = "csv",
+    method: Annotated[str | None, typer.Option(help="Whose answers, for spec-bench: a method of the result.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write; default: stdout.")] = None,
     json: JsonOption = False,
     no_color: o.NoColorOption = False,
     debug: o.DebugOption = False,
 ) -> None:
-    """A result's rows as CSV (every figure), Markdown or LaTeX (the main ones).
+    """A result's rows as CSV (every figure), Markdown or LaTeX (the main ones); or its answers in Spec-Bench's format.
 
     \b
     Examples:
       dartspec bench table mine.json > mine.csv
       dartspec bench table mine.json --format latex --out table.tex
+      dartspec bench table mine.json --format spec-bench --method dart@auto --out dart.jsonl
     """
-    from dartspec.bench.compare import read
-    from dartspec.bench.export import export
-    from dartspec.bench.provenance import write
+    from dartspec.bench.export import SPEC_BENCH, export, spec_bench
+    from dartspec.bench.provenance import read_result, write
 
-    text = export(read(result), form)
+    found = read_result(result)
+    if not isinstance(found, dict) or not isinstance(found.get("rows"), list):
+        raise DartspecError(f"{result} is no result of dartspec bench: it has no rows")
+    if form == SPEC_BENCH and found.get("kind") not in ("run", "load"):
+        raise DartspecError(f"{result} is a result of bench {found.get('kind')}; spec-bench needs one of bench run")
+    text = spec_bench(found, method or "") if form == SPEC_BENCH else export(found, form)
     if out is None and not json:
         sys.stdout.write(text)
         return
     if out is not None:
         write(out, text)
     Terminal(json=json, no_color=no_color).emit({"out": out and str(out), "text": text})
+
+
+@app.command()
+def worth(
+    result: Annotated[Path, typer.Argument(help="Result of bench run, on your prompts.", show_default=False)],
+    latency: Annotated[Path | None, typer.Option(help="Result of bench latency, with your traffic.")] = None,
+    method: Annotated[str | None, typer.Option(help="Which method; default: the fastest.")] = None,
+    spent_hours: Annotated[float, typer.Option(help="Hours that training and building the index took here.")] = 0.0,
+    tokens_per_day: Annotated[float | None, typer.Option(help="Tokens that you write a day.")] = None,
+    json: JsonOption = False,
+    no_color: o.NoColorOption = False,
+    debug: o.DebugOption = False,
+) -> None:
+    """Is it worth it? What the results say, in sentences, and after how many tokens the work is repaid.
+
+    \b
+    Examples:
+      dartspec bench worth mine.json
+      dartspec bench worth mine.json --latency waits.json --spent-hours 6 --tokens-per-day 2e6
+    """
+    from dartspec.bench.provenance import read_result
+    from dartspec.bench.worth import answer
+
+    term = Terminal(json=json, no_color=no_color)
+    found = answer(
+        read_result(result),
+        read_result(latency) if latency is not None else None,
+        method=method,
+        spent_hours=spent_hours,
+        tokens_per_day=tokens_per_day,
+    )
+    for sentence in found["sentences"]:
+        term.say(sentence)
+    _last_line(found)
 
 
 @app.command()
