@@ -2,6 +2,7 @@
 
     dartspec bench capture --drafter dart --temperature 0,1 --seed 0,1,2 --per-set 4 --out g.safetensors
     python benchmarks/experiments.py factorial g.safetensors --out docs/results/factorial.json
+    python benchmarks/experiments.py ngram g.safetensors --out docs/results/ngram-off-on.json
     python benchmarks/experiments.py budget g.safetensors --run table-t0.json --out docs/results/budget.json
     python benchmarks/experiments.py frontier g.safetensors --corpus-ids IDS.npz --answers A.jsonl --run ... --out ...
     python benchmarks/experiments.py deep FOLDER    # and dartspec bench capture --drafter FOLDER --out deep.safetensors
@@ -9,6 +10,7 @@
 
 factorial  M with each of several factors at two levels, all crossed: effects, interactions, intervals over prompts, and
            the spread over seeds. Two captures make one more factor, LABEL=FILE LABEL=FILE: drafters trained apart.
+ngram      M with the n-gram term off and on, set by set (the paper's Table 2).
 budget     M, a round's time and the speed-up by tree size: where the next node stops paying (marginal value).
 frontier   n-gram indexes by order, cut-off and share of the corpus, the answers' own, and the running text's: bytes,
            memory, opening, lookup and search times, M, and the speed-up that follows, at one tree size.
@@ -125,14 +127,9 @@ def factorial(a: argparse.Namespace) -> dict[str, Any]:
         return bootstrap(units, lambda s: np.exp(2 * (log_m(s) * signs).mean(-1)))
 
     def over_seeds(signs: NDArray[np.float64]) -> list[float]:
-        names = seeds[order[0]]
-        return [
-            round(
-                float(np.exp(2 * np.mean([sign * np.log(seeds[k][n]) for k, sign in zip(order, signs, strict=True)]))),
-                4,
-            )
-            for n in names
-        ]
+        """The same for each seed alone: how much of an effect is the luck of the draw."""
+        logs = {n: np.log([seeds[k][n] for k in order]) for n in seeds[order[0]]}
+        return [round(float(np.exp(2 * (log * signs).mean())), 4) for log in logs.values()]
 
     sign = {name: np.array([2.0 * k[i] - 1 for k in order]) for i, name in enumerate(factors)}
     effects = [
@@ -163,6 +160,34 @@ def factorial(a: argparse.Namespace) -> dict[str, Any]:
         "cells": rows,
         "captures": {name: c.facts for name, c in loaded.items()},
     }
+
+
+# -- n-gram off and on ---------------------------------------------------------------------------------------------------
+
+
+def ngram(a: argparse.Namespace) -> dict[str, Any]:
+    whole = Capture.load(Path(a.capture))
+    index, rows = NgramIndex.open(a.index), []
+    for temperature in sorted({t.temperature for t in whole.texts}):
+        data = part(whole, temperature)
+        off, on = (Replay(data, i, SearchConfig(), 59) for i in (None, index))
+        for n in (8, 16, 59):
+            pair = [sums(one, n) for one in (off, on)]
+            for suite in [*dict.fromkeys(t.suite for t in data.texts), "all"]:
+                kept = [k for k, t in enumerate(data.texts) if suite in (t.suite, "all")]
+                some = replace(data, texts=[data.texts[k] for k in kept])
+                a_off, a_on = (by_prompt(some, s[kept]) for s in pair)
+                rows.append(
+                    {
+                        "temperature": temperature,
+                        "nodes": n,
+                        "suite": suite,
+                        "off": bootstrap(a_off, M).rounded(),
+                        "on": bootstrap(a_on, M).rounded(),
+                        "ratio": rate_ratio(a_on, a_off).rounded(),
+                    }
+                )
+    return {"kind": "ngram", "rows": rows, "capture": whole.facts}
 
 
 # -- times -------------------------------------------------------------------------------------------------------------
@@ -449,6 +474,9 @@ def main() -> None:
     f.add_argument("captures", nargs="+")
     f.add_argument("--temperature", type=float, default=1.0)
     f.set_defaults(do=factorial)
+    g = verbs.add_parser("ngram", parents=[shared])
+    g.add_argument("capture")
+    g.set_defaults(do=ngram)
     b = verbs.add_parser("budget", parents=[shared, timing])
     b.add_argument("capture")
     b.set_defaults(do=budget)
@@ -473,7 +501,7 @@ def main() -> None:
     result = a.do(a) | {"provenance": provenance()}
     if a.out is not None:
         save_result(a.out, result)
-    print(json.dumps({k: v for k, v in result.items() if k != "captures"}))
+    print(json.dumps({k: v for k, v in result.items() if not k.startswith("capture")}))
 
 
 if __name__ == "__main__":

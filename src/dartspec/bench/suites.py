@@ -14,7 +14,7 @@ GROUPS = {  # what the names of several sets may be called together; see prompts
     "code": ("humaneval", "mbpp"),
     "math": ("gsm8k", "math500", "math_reasoning"),
     "prose": ("mt_bench", "qa"),
-    "own": ("code_edit", "tool_call", "chat", "german", "spanish", "chinese"),
+    "own": ("code_edit", "tool_call", "chat", "german", "spanish", "chinese", "identifiers"),
 }
 LONG = "long8k"  # passages of the set rag, one behind the other, and a question
 LONG_CHARACTERS = 28_000  # about 7,000 tokens of English
