@@ -8,6 +8,8 @@ from __future__ import annotations
 import inspect
 import json as json_module
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
@@ -18,6 +20,7 @@ from dartspec.cli import options as o
 from dartspec.cli.terminal import Terminal
 from dartspec.errors import DartspecError
 from dartspec.train.config import TrainConfig, check_names, read_values
+from dartspec.train.watch import View, Watch
 
 
 def train(
@@ -68,33 +71,52 @@ def train(
     if limit is not None and not dry_run:
         raise DartspecError("--memory-limit asks what would fit: give it with --dry-run")
     from dartspec.api import load
+    from dartspec.train.parallel import own_device, own_index
     from dartspec.train.run import train as run
 
+    first = own_index() == 0  # of the processes that a launcher started, the one that speaks
     # the target as transformers has it: training reads its hidden states, and our kernels are for decoding
     lm = load(
         settings.target,
         drafter="none",
         nodes=0,
         dtype=settings.dtype or None,
-        device=settings.device or None,
+        device=settings.device or own_device() or None,
         revision=settings.revision or None,
         fast=False,
-        on_plan=lambda plan: term.note(str(plan)),
+        on_plan=lambda plan: term.note(str(plan)) if first else None,
     )
-    folder = run(
-        settings,
-        lm.target,
-        dry_run=dry_run,
-        memory_limit=limit,
-        report=term.say,
-        template_hash=lm.text.template_hash,
-    )
-    if not dry_run:
-        if not finished(folder.parent, settings.steps):
+    with _watching(term, settings.steps, first and not dry_run) as watch:
+        folder = run(
+            settings,
+            lm.target,
+            dry_run=dry_run,
+            memory_limit=limit,
+            report=term.say,
+            watch=watch,
+            template_hash=lm.text.template_hash,
+        )
+    if not dry_run and not finished(folder.parent, settings.steps):
+        if first:
             term.note(f"what was learned is in {folder}; the same command goes on from there")
-            raise KeyboardInterrupt
-        term.say(f"drafter: {folder}")
-    term.emit({"drafter": str(folder), "dry_run": dry_run, "config": settings.to_dict()})
+        raise KeyboardInterrupt
+    if first:
+        if not dry_run:
+            term.say(f"drafter: {folder}")
+        term.emit({"drafter": str(folder), "dry_run": dry_run, "config": settings.to_dict()})
+
+
+@contextmanager
+def _watching(term: Terminal, steps: int, wanted: bool) -> Iterator[Watch | None]:
+    """A table that stays in place where stdout is a terminal; None elsewhere: the run says lines."""
+    if not wanted or not term.out.is_terminal:
+        yield None
+        return
+    from rich.live import Live
+
+    view = View(steps)
+    with Live(view, console=term.out, refresh_per_second=2):
+        yield view
 
 
 def finished(out: Path, steps: int) -> bool:

@@ -159,3 +159,8 @@ def own_device() -> str:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not torch.cuda.is_available():
         return ""
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+
+
+def own_index() -> int:
+    """This process's number among those that a launcher started."""
+    return int(os.environ.get("RANK", "0"))

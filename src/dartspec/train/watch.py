@@ -12,7 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from dartspec.errors import DartspecError
 
@@ -105,18 +107,17 @@ class View:
         if kind == "m" and (self.best is None or record["M"] > self.best["M"]):
             self.best = record
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> Group:
         train, held, m = (self.last.get(k, {}) for k in ("train", "eval", "m"))
         rows = [("loss", train, "loss"), ("held-out loss", held, "loss"), *((n, held, k) for n, k in _HITS)]
-        table = Table(title=self.title(train), caption=self.caption(held, m), title_justify="left")
+        table = Table()
         table.add_column("offset")
-        d = max((len(r.get(name, ())) for _, r, name in rows), default=0)
-        for t in range(1, d + 1):
+        for t in range(1, 1 + max(len(r.get(name, ())) for _, r, name in rows)):
             table.add_column(str(t), justify="right")
         for label, record, name in rows:
             if name in record:
                 table.add_row(label, *(f"{x:.3f}" for x in record[name]))
-        return table
+        return Group(Text(self.title(train)), *([table] if table.row_count else []), Text(self.caption(held, m)))
 
     def title(self, train: Record) -> str:
         if not train:
