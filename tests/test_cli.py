@@ -42,6 +42,7 @@ VERBS = (
     "generate",
     "chat",
     "train",
+    "drafters",
     "inspect",
     "convert",
     "doctor",

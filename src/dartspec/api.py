@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import operator
 import os
 import warnings
@@ -501,16 +500,11 @@ def _no_index(index: str | Path | None, name: str) -> None:
 
 
 def _shipped(target: Target, method: str | None = None) -> Path | None:
-    """The folder in the package whose drafter was trained for this target, or for one it was fine-tuned from."""
-    for path in sorted(ASSETS.glob("*/config.json")):
-        c = json.loads(path.read_text())
-        fits = c.get("tokenizer_fingerprint") == target.tokenizer_fingerprint and (
-            c.get("target_hidden_size"),
-            c.get("num_target_layers"),
-        ) == (target.hidden_size, target.num_layers)
-        if fits and method in (None, c.get("method")):
-            return path.parent
-    return None
+    """The folder of the drafter that was trained for this target, or for one it was fine-tuned from: of the folders in
+    `$DARTSPEC_DRAFTERS`, else of the package."""
+    from dartspec.interop import registry
+
+    return registry.find(target, method, [*registry.places(), ASSETS])
 
 
 def _trained(folder: Path, target: Target, index: str | Path | None, why: str, part: bool = False) -> Chosen:
