@@ -203,6 +203,7 @@ class Service:
         self.state, self.stage = "starting", "starting"
         self.started = int(time.time())
         self.plain_tokens_per_s: float | None = None
+        self.max_length = 0  # tokens that a text may have, prompt and answer
         self._lm: LM | None = None
         self._lanes: Lanes | None = None
         self._controllers: dict[str, Any] = {}
@@ -221,7 +222,7 @@ class Service:
         self.stage = "making room for texts"
         lm.text.encode_prompt("a")  # a truncation that the tokenizer came with is taken off now, by one thread
         self._lanes = Lanes(self._make, self.settings.most_lanes)
-        self._lanes.scheduler(self.default)
+        self.max_length = self._lanes.scheduler(self.default).max_length
         self.stage = "measuring plain decoding"
         self.plain_tokens_per_s = measure_plain(lm)
         self._lanes.start()
@@ -285,13 +286,6 @@ class Service:
         training."""
         parts = [p for p in self.default.split("+") if p in drafters.names()]
         return list(dict.fromkeys([PLAIN, self.default, *parts, *_offered()]))
-
-    @property
-    def max_length(self) -> int:
-        """Tokens that a text may have, prompt and answer."""
-        lanes = self.lanes.schedulers
-        first = lanes.get(self.default) or next(iter(lanes.values()))
-        return first.max_length
 
     def info(self) -> dict[str, Any]:
         from dartspec import __version__

@@ -7,8 +7,8 @@ import { currentInfo, drawSeed, isSampled, requestFor, settings } from "./settin
 import { keepChat } from "./store.js";
 
 const EXAMPLES = [
-  "Write a Python function that tells whether a word reads the same backwards.",
-  "Give me a numbered list of seven things to check before a long bicycle tour.",
+  "Write a Python class for a stack with push and pop, and show how to use it.",
+  "Name three sights in Paris as a list, with one sentence each.",
   "Why do leaves change colour in autumn? Explain it in one short paragraph.",
 ];
 
@@ -51,7 +51,13 @@ export class Chat {
 
   welcome() {
     const ask = (text) => h("button", { type: "button", class: "example", onclick: () => this.send(text) }, text);
-    return h("div", { class: "welcome" }, h("h2", {}, "Ask something"), h("p", {}, "What comes several tokens at a time is tinted: the more at once, the deeper."), h("div", { class: "examples" }, EXAMPLES.map(ask)));
+    return h(
+      "div",
+      { class: "welcome" },
+      h("h2", {}, "Ask something"),
+      h("p", {}, "What comes several tokens at a time is tinted: the more at once, the deeper."),
+      h("div", { class: "examples" }, EXAMPLES.map(ask)),
+    );
   }
 
   question(text) {

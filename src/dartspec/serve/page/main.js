@@ -173,7 +173,8 @@ async function greet() {
     for (const button of document.querySelectorAll("#send, #race-go")) button.disabled = false;
   } catch (error) {
     if (!(error instanceof ServerError)) throw error;
-    const wantsKey = error.status === 401 || error.status === 403;
+    const wantsKey = error.status === 401;
+    if (error.status === 503) setTimeout(greet, 1000); // it is still starting
     byId("trouble-text").textContent = wantsKey ? "This server asks for its API key." : error.message;
     byId("key-form").hidden = !wantsKey;
     byId("retry").hidden = wantsKey;
