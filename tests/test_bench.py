@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import dartspec
 import tiny_cli
 from dartspec.accounting import Metrics, SpeedUp, loop_start
+from dartspec.bench import measure as measuring
 from dartspec.bench import provenance as provenance_of
 from dartspec.bench import summary
 from dartspec.bench.measure import Method, acceptance_by_position, add_sums, measure, reliability_of, sums
@@ -360,6 +361,25 @@ def test_the_code_that_matters_is_not_the_command_line(tmp_path: Path, monkeypat
     assert digest(**{"cli/bench.py": "x", "bench/report.py": "y"}) == base
     assert digest(**{"engine.py": "x"}) != base
     assert digest(**{"bench/run.py": "x"}) != base
+
+
+def test_energy_is_recorded_where_the_system_tells(
+    lm: dartspec.LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "RAPL", tmp_path)
+    assert measuring.energy_joules() is None
+    for i, uj in enumerate((2_000_000, 500_000)):
+        (tmp_path / f"intel-rapl:{i}").mkdir()
+        (tmp_path / f"intel-rapl:{i}" / "energy_uj").write_text(f"{uj}\n")
+    assert measuring.energy_joules() == 2.5
+    _, (record,) = measure(lm, [Request([5, 6], SamplingParams(max_tokens=3))])
+    assert "joules" not in record  # the counter stood still
+    readings = iter([1.0, 4.0])
+    monkeypatch.setattr(measuring, "energy_joules", lambda: next(readings))
+    _, (record,) = measure(lm, [Request([5, 6], SamplingParams(max_tokens=3, ignore_eos=True))])
+    assert record["joules"] == 3.0
+    rows = summary.rows([made("plain", "a", 10, 10, 100.0, joules=22.0)])
+    assert rows[0]["joules_per_token"] == 2.0
 
 
 def test_a_prompt_that_does_not_fit_is_named(lm: dartspec.LM) -> None:

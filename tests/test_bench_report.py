@@ -61,6 +61,30 @@ def sweep() -> dict[str, Any]:
     return {"kind": "replay", "rows": rows, "provenance": result()["provenance"]}
 
 
+def waits() -> dict[str, Any]:
+    wait = {"p50": [1.0, 0.9, 1.1], "p90": [2.0, 1.5, 2.5], "p99": None}
+    rows = []
+    for rate in (1.0, 2.0):
+        for name in ("plain", HOSTILE):
+            row = {"rate": rate, "service": name, "in_progress": 0.5, "tokens_per_s": 9.0, "num_refused": 0}
+            row |= dict.fromkeys(("first_ms", "per_token_ms", "end_ms"), wait)
+            other = {"num_equal": 3, "num_pairs": 4, "end_ms": wait}
+            rows.append(row | ({"against_first": other} if name != "plain" else {}))
+    config = {"arrivals": "poisson", "requests": 4}
+    return {"kind": "latency", "config": config, "rows": rows, "provenance": result()["provenance"]}
+
+
+def test_waits_are_drawn_and_listed() -> None:
+    page, charts = report([waits()])
+    assert [n for n in charts if n.startswith("waits-")] == [
+        f"waits-{w}-{p}" for w in ("first", "per-token", "end") for p in ("p50", "p90")
+    ]
+    assert "<td class=n>3/4</td>" in page
+    assert HOSTILE not in page
+    for svg in charts.values():
+        ET.fromstring(svg)
+
+
 def everything() -> tuple[str, dict[str, str]]:
     bins = [[0.1, 0.12, 400], [0.5, 0.45, 200], [0.9, 0.95, 100]]
     load = result("load", ("plain", "d@2", "d@8", "d@auto"), reliability={"d@auto": bins})

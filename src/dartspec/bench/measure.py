@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 PLAIN = "none"  # the drafter that is plain decoding
 STAGES = ("draft_ms", "search_ms", "verify_ms", "other_ms")
 FEWEST_IN_BIN = 20  # of a reliability diagram
+RAPL = Path("/sys/class/powercap")
 SUMS = ("rounds", "drafted", "accepted", "committed", *STAGES)
 
 
@@ -40,15 +41,19 @@ class Method:
 
     @classmethod
     def parse(cls, text: str, sizes: Sequence[int | str] = ("auto",)) -> list[Method]:
-        """`NAME[@NODES][,index=FILE|none]`; one method for each of `sizes` where NODES is not given."""
+        """`NAME[@NODES][,index=FILE|none][,SETTING=VALUE...]`; one method for each of `sizes` where NODES is not
+        given. The drafter knows its settings."""
         head, *options = text.split(",")
         name, _, own = head.partition("@")
         index: str | None = "auto"
         for option in options:
             key, _, value = option.partition("=")
-            if key != "index" or not value:
-                raise DartspecError(f"method {text!r} has the option {option!r}; expected index=FILE or index=none")
-            index = None if value == "none" else value
+            if not key or not value:
+                raise DartspecError(f"method {text!r} has the option {option!r}; expected index=FILE or NAME,key=value")
+            if key == "index":
+                index = None if value == "none" else value
+            else:
+                name += f",{option}"  # a setting of the drafter
         if not name:
             raise DartspecError(f"method {text!r} has no name; expected NAME[@NODES][,index=FILE], such as dart@8")
         if name == PLAIN:
@@ -80,10 +85,11 @@ def measure(
 
     A record's `wall_ms`, `decode_wall_ms` and `cpu_ms` are the batch's, divided by its size: `wall_ms` all of it,
     `decode_wall_ms` all after the last prefill, by the clock on the wall and not by adding rounds up; `cpu_ms` the
-    processor's time, all threads. trace: each round's tree, walk and times too. texts: the text, and tokens by round.
+    processor's time, all threads; `joules`, where the system tells, the processor's energy. trace: each round's tree,
+    walk and times too. texts: the text, and tokens by round.
     """
     chunks: list[list[Chunk]] = [[] for _ in requests]
-    began, cpu = time.perf_counter(), time.process_time()
+    began, cpu, energy = time.perf_counter(), time.process_time(), energy_joules()
     prefilled = began
     for chunk in lm.run(requests, batch=len(requests)):
         if not chunks[chunk.index]:
@@ -96,6 +102,9 @@ def measure(
         "cpu_ms": 1e3 * (time.process_time() - cpu),
     }
     shares = {name: round(ms / len(requests), 3) for name, ms in shares.items()}
+    after = energy_joules()
+    if energy is not None and after is not None and after > energy:  # the counter begins anew now and then
+        shares["joules"] = round((after - energy) / len(requests), 4)
     answers = [[i for c in own for i in c.ids] for own in chunks]
     records = []
     for ids, own in zip(answers, chunks, strict=True):
@@ -120,6 +129,16 @@ def measure(
             }
         )
     return answers, records
+
+
+def energy_joules() -> float | None:
+    """What all processor packages have used since some moment, neighbours included, as Linux counts it (RAPL); None
+    where it cannot be read (virtual machines, and most systems without root)."""
+    try:
+        read = [int((zone / "energy_uj").read_text()) for zone in RAPL.glob("intel-rapl:[0-9]")]
+    except (OSError, ValueError):
+        return None
+    return sum(read) / 1e6 if read else None
 
 
 def sums(m: Metrics) -> dict[str, Any]:

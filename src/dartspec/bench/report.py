@@ -1,6 +1,6 @@
 """`bench report`: results as one HTML page that needs no network, and its charts as SVG files.
 
-Reads what `bench run`, `bench load` and `bench replay` wrote; measures and computes nothing that is not in them.
+Reads what `bench run`, `load`, `latency` and `replay` wrote; measures and computes nothing that is not in them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from dartspec.errors import DartspecError
 Result = Mapping[str, Any]
 TEMPLATE = Path(__file__).parent / "report.html"
 STAGES = {"draft": "#56B4E9", "search": "#E69F00", "verify": "#0072B2", "other": "#8A8A8A"}
-KINDS = ("run", "load", "replay")
+KINDS = ("run", "load", "replay", "latency")
+WAITS = {"first_ms": "first token, ms", "per_token_ms": "a token, ms", "end_ms": "whole answer, ms"}
 FEW = 8  # methods that a chart shows at most, plain decoding not counted
 
 
@@ -66,10 +67,14 @@ def report(results: Sequence[Result], title: str = "Speculative decoding, measur
     for result in timed:
         _tau_and_speed(page, result)
     for result in results:
-        _sizes(page, result)
+        if result["kind"] != "latency":
+            _sizes(page, result)
     for result in results:
         if result["kind"] == "load":
             _batches(page, result)
+    for result in results:
+        if result["kind"] == "latency":
+            _waits(page, result)
     _reliability(page, results)
     traces = _prompts(page, results)
     for result in results:
@@ -276,6 +281,36 @@ def _batches(page: Page, result: Result) -> None:
             )
 
 
+def _waits(page: Page, result: Result) -> None:
+    c = result["config"]
+    page.section(
+        "What users wait",
+        f"Requests come at random ({c['arrivals']}, {c['requests']} at each rate), answered or not; times count from "
+        "when they were due. Bands are 95 % intervals, over blocks of neighbours.",
+    )
+    rates = {r["rate"] for r in result["rows"]}
+    names = list(dict.fromkeys(r["service"] for r in result["rows"]))
+    for wait, label in WAITS.items():
+        for p, said in (("p50", "median"), ("p90", "nine of ten")):
+            series = []
+            for name in names:
+                own = sorted((r["rate"], r[wait][p]) for r in result["rows"] if r["service"] == name and r[wait][p])
+                series.append(Series(name, [(x, e[0]) for x, e in own], [e[1] for _, e in own], [e[2] for _, e in own]))
+            if all(s.points for s in series):
+                page.chart(
+                    f"waits-{wait.removesuffix('_ms').replace('_', '-')}-{p}",
+                    lines(
+                        series,
+                        colours(names),
+                        x_label=f"requests a second ({said})",
+                        y_label=label,
+                        log2=len(rates) > 1,
+                        joined=len(rates) > 1,
+                        height=200,
+                    ),
+                )
+
+
 def _reliability(page: Page, results: Sequence[Result]) -> None:
     found = {label: bins for r in results for label, bins in r.get("reliability", {}).items() if bins}
     if not found:
@@ -325,7 +360,9 @@ def _prompts(page: Page, results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def _table(page: Page, result: Result) -> None:
-    if result["kind"] == "replay":
+    if result["kind"] == "latency":
+        _table_of_waits(page, result)
+    if result["kind"] in ("replay", "latency"):
         return
     name = {"run": "All figures", "load": "All figures under load"}[result["kind"]]
     head = (
@@ -363,6 +400,27 @@ def _table(page: Page, result: Result) -> None:
         f"<h2>{name}</h2><div class='wide'><table><thead><tr>{top}</tr></thead><tbody>{''.join(body)}</tbody></table>"
         "</div>"
     )
+
+
+def _table_of_waits(page: Page, result: Result) -> None:
+    head = ("a second", "service", "at once", "tokens/s", *(f"{label}: p50 / p90 / p99" for label in WAITS.values()))
+    head = (*head, "answer p50, faster", "equal", "refused")
+    body = []
+    for r in result["rows"]:
+        e = r.get("against_first") or {}
+        ratio = (e.get("end_ms") or {}).get("p50")
+        cells = [f"{r['rate']:g}", r["service"], f"{r['in_progress']:.1f}", f"{r['tokens_per_s']:.0f}"]
+        cells += [" / ".join(f"{v[0]:.4g}" if (v := r[w][p]) else "-" for p in ("p50", "p90", "p99")) for w in WAITS]
+        cells += [f"{ratio[0]:.2f}x [{ratio[1]:.2f}, {ratio[2]:.2f}]" if ratio else ""]
+        cells += [f"{e['num_equal']}/{e['num_pairs']}" if e else "", str(r["num_refused"] or "")]
+        body.append(
+            "<tr>"
+            + "".join(f"<td{' class=n' if i > 1 else ''}>{escape(c)}</td>" for i, c in enumerate(cells))
+            + "</tr>"
+        )
+    top = "".join(f"<th{' class=n' if i > 1 else ''}>{escape(h)}</th>" for i, h in enumerate(head))
+    table = f"<table><thead><tr>{top}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+    page.body.append(f"<h2>All waits</h2><div class='wide'>{table}</div>")
 
 
 def _footer(results: Sequence[Result]) -> str:

@@ -43,6 +43,11 @@ def _row(key: tuple[Any, ...], own: Sequence[Record], plain: Sequence[Record] | 
         **_figures(whole["cut"]),
         "acceptance_by_position": acceptance_by_position(whole["cut"]["histogram"]),
         "cpu_ms_per_token": _rounded(sum(r["cpu_ms"] for r in own), new),
+        **(
+            {"joules_per_token": _rounded(sum(r["joules"] for r in own), new)}
+            if all("joules" in r for r in own)
+            else {}
+        ),
         "looped_share": _rounded(sum(r["num_new_tokens"] - r["loop"] for r in own if r["loop"] is not None), new, 4),
         # by the clock on the wall, everything after the prefill: what a user waits, loops kept
         "wall_tokens_per_s": _rounded(1e3 * whole["uncut"]["committed"], wall, 2),

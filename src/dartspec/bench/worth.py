@@ -86,8 +86,8 @@ def answer(
             half, late = e["end_ms"]["p50"], e["end_ms"]["p90"]
             found["latency"].append({"rate": r["rate"], "service": r["service"], "p50": half, "p90": late})
             sentences.append(
-                f"At {r['rate']:g} requests a second ({r['in_progress']:.1f} at once), {r['service']}: the median answer "
-                f"is there {half[0]:.2f} times as soon [{half[1]:.2f}, {half[2]:.2f}], nine of ten {late[0]:.2f} times."
+                f"At {r['rate']:g} requests a second ({r['in_progress']:.1f} at once), {r['service']}: the median "
+                f"answer comes {half[0]:.2f} times as soon [{half[1]:.2f}, {half[2]:.2f}], p90 {late[0]:.2f} times."
             )
     if spent_hours:
         tokens = break_even(row["plain_ms"], s, spent_hours)
