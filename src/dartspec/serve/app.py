@@ -170,7 +170,7 @@ def create(service: Service) -> Gate:
         stage = service.stage if service.state == "starting" else service.state
         return Response(as_json({"status": stage}), 200 if good else 503, media_type="application/json")
 
-    @app.get("/metrics", tags=["operation"])
+    @app.get("/metrics", tags=["operation"], response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus' text form."""
         page = service.board.page(service.model_name, service.look)
