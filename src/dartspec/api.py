@@ -18,6 +18,7 @@ from torch import Tensor
 from dartspec import drafters
 from dartspec.accounting import Metrics
 from dartspec.budget import Adaptive, Calibration, CostModel, Fixed, Times, best_threads, cached_times, interpolate
+from dartspec.drafters import _settings
 from dartspec.engine import Chunk, Request, generate
 from dartspec.errors import DartspecError
 from dartspec.target.load import LoadedModel, MemoryPlan, as_target, cache_dir, from_memory, load_model
@@ -289,7 +290,8 @@ def load(
     model:   a folder, a hub id, a GGUF file, None for the embedded default, or a model in memory with its `tokenizer`
              (adapted, quantised, split over devices: taken as it is and left as it is).
     drafter: a method ("dart", "prompt_lookup", "none", ...), a folder of trained weights, a `Drafter`, or "auto": the
-             drafter shipped or found for this target, else copies from the text.
+             drafter shipped or found for this target, else copies from the text. Names and folders take settings,
+             "dart,d=4,top_k=10", and several may be joined by "+".
     index:   "auto" for the one beside the drafter, a file, or None for no n-gram index.
     nodes:   draft tokens a tree may have, or "auto": as many as pay, chosen round by round from times that are measured
              once on this machine and remembered; none where plain decoding is faster.
@@ -443,7 +445,6 @@ def _resolve(wanted: str | Path | Drafter, target: Target, index: str | Path | N
         name = type(wanted).__name__
         _no_index(index, name)
         return Chosen(wanted, name, f"drafter {name}, as given", Calibration())
-    folder = Path(wanted)
     if wanted == "auto":
         if (found := _shipped(target)) is not None:
             return _with_copies(_trained(found, target, index, ", trained for this model"), found, target)
@@ -451,24 +452,29 @@ def _resolve(wanted: str | Path | Drafter, target: Target, index: str | Path | N
         made = drafters.get("prompt_lookup")
         note = "drafter prompt_lookup (copies from the text): no drafter trained for this model was found"
         return Chosen(made.load(made.Config(), target), "prompt_lookup", note, Calibration())
-    if (folder / "config.json").exists():
-        return _trained(folder, target, index, f" from {folder}", part)
+    if (Path(wanted) / "config.json").exists():
+        return _trained(Path(wanted), target, index, f" from {wanted}", part)
     if "+" in str(wanted):  # several, united
         module, parts = drafters.get("mix"), str(wanted).split("+")
         config = module.Config(parts=tuple(parts))
-    elif os.sep in str(wanted):
-        raise DartspecError(f"{wanted} is no drafter: it has no config.json; give a trained drafter's folder")
     else:
-        module = drafters.get(str(wanted))
-        try:
-            config = module.Config()
-        except TypeError:  # the method has weights: its Config has fields without defaults
+        name, settings = _settings.split(str(wanted))
+        if (Path(name) / "config.json").exists():
+            return _trained(Path(name), target, index, f" from {name}", part, settings)
+        if os.sep in name:
+            raise DartspecError(f"{name} is no drafter: it has no config.json; give a trained drafter's folder")
+        if name == "auto":
+            raise DartspecError(f"drafter {wanted!r} sets what has no name: name the method, such as dart,d=4")
+        module = drafters.get(name)
+        if _settings.needs_weights(module.Config):
             found = _shipped(target, module.__name__.rpartition(".")[2])
             if found is None:
                 raise DartspecError(
-                    f"no {wanted} drafter for {target.name} was found: train one (`dartspec train`) and give its folder"
-                ) from None
-            return _trained(found, target, index, ", trained for this model", part)
+                    f"no {name} drafter for {target.name} was found: train one (`dartspec train`) and give its folder"
+                )
+            return _trained(found, target, index, ", trained for this model", part, settings)
+        (own,) = _settings.read(settings, module.Config, method=name)
+        config = module.Config(**own)
     options: dict[str, Any] = {}
     takes = inspect.signature(module.load).parameters
     if "parts" in takes:
@@ -507,7 +513,14 @@ def _shipped(target: Target, method: str | None = None) -> Path | None:
     return registry.find(target, method, [*registry.places(), ASSETS])
 
 
-def _trained(folder: Path, target: Target, index: str | Path | None, why: str, part: bool = False) -> Chosen:
+def _trained(
+    folder: Path,
+    target: Target,
+    index: str | Path | None,
+    why: str,
+    part: bool = False,
+    settings: Mapping[str, str] | None = None,
+) -> Chosen:
     """The drafter of a folder: ours, another program's checkpoint, or a smaller model."""
     from dartspec.interop import checkpoints
 
@@ -518,10 +531,9 @@ def _trained(folder: Path, target: Target, index: str | Path | None, why: str, p
         options["index"] = (beside if beside.exists() else None) if index == "auto" else index
     elif not part:
         _no_index(index, method)
-    made = checkpoints.load(folder, target, **options)
-    return Chosen(
-        made, method, f"drafter {method}{why}", Calibration.load(folder, method), getattr(made, "config", None)
-    )
+    made = checkpoints.load(folder, target, settings, **options)
+    name = ",".join([method, *(f"{key}={value}" for key, value in (settings or {}).items())])
+    return Chosen(made, name, f"drafter {name}{why}", Calibration.load(folder, method), getattr(made, "config", None))
 
 
 def _nodes(wanted: int | str) -> int | str:

@@ -50,7 +50,7 @@ DrafterOption = Annotated[
     str,
     typer.Option(
         help="auto, a method (dart, prompt_lookup, mix, none, ...), a folder (a trained drafter, another program's "
-        "checkpoint, a smaller model), or several of these joined by +."
+        "checkpoint, a smaller model), or several of these joined by +. Settings follow a name: dart,d=4,top_k=10."
     ),
 ]
 IndexOption = Annotated[

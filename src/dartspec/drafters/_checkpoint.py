@@ -32,6 +32,7 @@ class NetConfig:
 
     title: ClassVar[str]  # how errors call it
     name: ClassVar[str]  # the method
+    settings: ClassVar[tuple[str, ...]] = ("d",)  # may be changed for trained weights: how they draft
     sizes: ClassVar[tuple[str, ...]] = (
         "d",
         "hidden_size",
@@ -192,6 +193,11 @@ class DraftNet(nn.Module):
     def by_vocabulary(self) -> tuple[str, ...]:
         """Names of the tensors that have a row for each draft id."""
         return ("lm_head.weight",)
+
+    def use(self, config: NetConfig) -> None:
+        """The same weights with other settings; at most the positions that were trained."""
+        self.config.refuse_unless(config.d <= self.config.d, f"d is {config.d}; it was trained for {self.config.d}")
+        self.config = config
 
     def target_ids(self) -> Tensor:
         """(draft_vocab,) int64: the target's id of each draft id."""

@@ -67,6 +67,7 @@ class Config(LayerConfig):
     title: ClassVar[str] = "DFlash"
     name: ClassVar[str] = "dflash"
     sizes: ClassVar[tuple[str, ...]] = (*LayerConfig.sizes, "num_layers", "top_k")
+    settings: ClassVar[tuple[str, ...]] = ("d", "tree", "top_k")
 
     num_layers: int = 1
     head_norm: bool = False

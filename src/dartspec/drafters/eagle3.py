@@ -57,6 +57,7 @@ class Config(LayerConfig):
     title: ClassVar[str] = "EAGLE-3"
     name: ClassVar[str] = "eagle3"
     sizes: ClassVar[tuple[str, ...]] = (*LayerConfig.sizes, "top_k")
+    settings: ClassVar[tuple[str, ...]] = ("d", "top_k")
 
     top_k: int = 10
     norm_before_residual: bool = False
@@ -84,6 +85,10 @@ class Eagle3Net(DraftNet):
         layer = self.layers[0]
         assert isinstance(layer, FusedLayer)
         return layer
+
+    def use(self, config: NetConfig) -> None:
+        """Any number of levels: the layer goes on from its own outputs."""
+        self.config = config  # type: ignore[assignment]
 
     @classmethod
     def from_tensors(cls, config: NetConfig, found: dict[str, Tensor], path: Path) -> Eagle3Net:

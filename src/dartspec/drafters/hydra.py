@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dartspec.drafters._checkpoint import FINAL, DraftNet, LayerConfig, check_target
+from dartspec.drafters._checkpoint import FINAL, DraftNet, LayerConfig, NetConfig, check_target
 from dartspec.drafters._grow import Growth
 from dartspec.drafters._nn import (
     Head,
@@ -55,6 +55,7 @@ class Config(LayerConfig):
     title: ClassVar[str] = "Hydra"
     name: ClassVar[str] = "hydra"
     sizes: ClassVar[tuple[str, ...]] = (*LayerConfig.sizes, "num_blocks", "top_k")
+    settings: ClassVar[tuple[str, ...]] = ("d", "top_k")
 
     num_blocks: int = 1
     prefix: bool = False
@@ -112,6 +113,11 @@ class HydraNet(DraftNet):
         self.heads = nn.ModuleList(HydraHead(config, i) for i in range(config.d))
         if config.prefix:
             self.prefix = HydraPrefix(config)
+
+    def use(self, config: NetConfig) -> None:
+        """The first `d` heads."""
+        super().use(config)
+        self.heads = self.heads[: config.d]
 
     @property
     def by_vocabulary(self) -> tuple[str, ...]:

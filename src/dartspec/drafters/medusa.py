@@ -40,6 +40,7 @@ class Config(NetConfig):
     title: ClassVar[str] = "Medusa"
     name: ClassVar[str] = "medusa"
     sizes: ClassVar[tuple[str, ...]] = (*NetConfig.sizes, "num_blocks", "top_k")
+    settings: ClassVar[tuple[str, ...]] = ("d", "top_k")
 
     num_blocks: int = 1
     top_k: int = 10
@@ -89,6 +90,11 @@ class MedusaNet(DraftNet):
             )
             for _ in range(c.d)
         )
+
+    def use(self, config: NetConfig) -> None:
+        """The first `d` heads."""
+        super().use(config)
+        self.medusa_head = self.medusa_head[: config.d]
 
     @property
     def by_vocabulary(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 
 from dartspec import drafters
+from dartspec.drafters import _settings
 from dartspec.drafters._checkpoint import DraftNet, read_json, read_tensors
 from dartspec.errors import DartspecError
+from dartspec.lattice import SearchConfig
 from dartspec.target.load import read_safetensors_header
 from dartspec.types import Drafter, TargetView
 
@@ -146,14 +149,29 @@ def read(checkpoint: Checkpoint, target: Sizes) -> DraftNet:
     return _net_class(checkpoint.method).from_tensors(config, found, checkpoint.weights)
 
 
-def load(folder: str | Path, view: TargetView, **options: Any) -> Drafter:
-    """The drafter of a folder of any known layout; `options` (such as `index`) go to its module's `load`."""
+def load(folder: str | Path, view: TargetView, settings: Mapping[str, str] | None = None, **options: Any) -> Drafter:
+    """The drafter of a folder of any known layout; `options` (such as `index`) go to its module's `load`.
+
+    settings: how it drafts, where that is not as the folder says (`drafters.get(method).Config.settings`); of a method
+              that searches a lattice, the search's numbers too.
+    """
     checkpoint = inspect(folder)
     module = drafters.get(checkpoint.method)
-    own = checkpoint.layout.config is None
-    if own and checkpoint.layout.name == "dartspec":
-        _net_class(checkpoint.method)  # refuses a method without weights
-    made: Drafter = module.load(Path(folder) if own else read(checkpoint, view), view, **options)
+    if checkpoint.layout.name == "causal-lm":
+        (own,) = _settings.read(settings or {}, module.Config, method=checkpoint.method)
+        made: Drafter = module.load(module.Config(str(folder), **own), view, **options)
+        return made
+    _net_class(checkpoint.method)  # refuses a method without weights
+    own_folder = checkpoint.layout.config is None and not settings
+    source: Any = Path(folder) if own_folder else read(checkpoint, view)
+    if settings:
+        searches = "search" in signature(module.load).parameters
+        kinds = [module.Config, SearchConfig] if searches else [module.Config]
+        own, *search = _settings.read(settings, *kinds, method=checkpoint.method)
+        source.use(replace(source.config, **own))
+        if searches:
+            options["search"] = SearchConfig(**search[0])
+    made = module.load(source, view, **options)
     return made
 
 
