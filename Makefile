@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 SOURCES := $(shell find src csrc -type f ! -name '*.so' ! -name '*.pyc' ! -name _core.pyi) \
            CMakeLists.txt pyproject.toml README.md LICENSE
 
-.PHONY: demo test core lint clean
+.PHONY: demo test browser core lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.model  ## install what is missing, then DART beside plain decoding on a real model
@@ -28,7 +28,16 @@ test: $(VENV)/.model $(VENV)/.dev  ## everything that must hold: style, types, t
 	    -DCMAKE_CXX_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all"
 	$(WITH_TOOLS) cmake --build build/asan --parallel 2
 	$(WITH_TOOLS) ctest --test-dir build/asan --output-on-failure
+	$(MAKE) --no-print-directory browser
 	OMP_NUM_THREADS=1 $(BIN)/pytest
+
+browser:  ## Chromium for the tests of the page, where it is missing and can be had; without it they are skipped
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    { timeout 120 apt-get update && timeout 300 apt-get install -y --no-install-recommends chromium; } >/dev/null 2>&1 \
+	        && exit 0; \
+	fi; \
+	echo 'No Chromium here: the tests of the page will be skipped.'
 
 # -- the environment: each stamp says that a step is done ------------------------------------------------------------
 

@@ -269,6 +269,7 @@ function inline(lines, openEnd) {
     const right = !SPACE.test(before) && (!PUNCTUATION.test(before) || SPACE.test(after) || PUNCTUATION.test(after));
     const opens = left && (c !== "_" || !right || PUNCTUATION.test(before));
     const closes = right && (c !== "_" || !left || PUNCTUATION.test(after));
+    if (closes && rest === 2) turnTriple(c);
     while (closes && rest) {
       const frame = close((f) => f.mark === c && f.size <= rest);
       if (!frame) break;
@@ -285,6 +286,15 @@ function inline(lines, openEnd) {
     }
     addText(pos, pos + rest);
     return pos + rest;
+  }
+
+  /** Three marks open strong, then em inside it. Where two close first, they were em, then strong inside it. */
+  function turnTriple(c) {
+    const [outer, inner] = stack.slice(-2);
+    const isTriple = inner?.mark === c && inner.size === 1 && outer.mark === c && outer.size === 2;
+    if (!isTriple || outer.to !== inner.from || outer.children.length) return;
+    [outer.size, inner.size] = [1, 2];
+    outer.to = inner.from = outer.from + 1;
   }
 
   function bracketEnd(from) {
