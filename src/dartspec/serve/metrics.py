@@ -95,6 +95,7 @@ class Board:
         g, c, h = self._gauge, self._counter, self._histogram
         self.running = g("vllm:num_requests_running", "Sequences that have a slot.")
         self.waiting = g("vllm:num_requests_waiting", "Sequences that wait for one.")
+        self.swapped = g("vllm:num_requests_swapped", "Sequences moved out of memory; never done here.")
         self.cache = g("vllm:kv_cache_usage_perc", "Share of the slots in use, 1 is all.")
         self.cache_old = g("vllm:gpu_cache_usage_perc", "The same under vLLM's older name.")
         self.preempted = c("vllm:num_preemptions", "Sequences put off; never done here.")
@@ -114,6 +115,7 @@ class Board:
         self.inference = h("vllm:request_inference_time_seconds", "From the slot to the last token.", _LONG)
         self.prompt_size = h("vllm:request_prompt_tokens", "Tokens of each prompt.", _TOKENS)
         self.answer_size = h("vllm:request_generation_tokens", "Tokens of each answer.", _TOKENS)
+        self.longest = h("vllm:request_max_num_generation_tokens", "Of each request, its longest answer.", _TOKENS)
         self.asked_size = h("vllm:request_params_max_tokens", "max_tokens of each request.", _TOKENS)
         self.asked_n = h("vllm:request_params_n", "n of each request.", _FEW)
         self.rounds = c("vllm:spec_decode_num_drafts", "Rounds that verified drafts.")
@@ -130,6 +132,7 @@ class Board:
         self.lanes = g("dartspec:lanes", "Drafters that have slots of their own now.")
         self.plain = g("dartspec:plain_tokens_per_second", "Plain decoding alone, measured at start.")
         self.reloads = c("dartspec:reloads", "Reloads of drafter and index, by result.")
+        self.swapped.set(0)
         for family in (self.preempted, self.prompt_tokens, self.new_tokens, self.prefix_queries, self.prefix_hits):
             family.add(0)
         for family in (self.rounds, self.drafted, self.accepted, self.downgraded):

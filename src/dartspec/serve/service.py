@@ -188,6 +188,7 @@ class Job:
                     board.decode.observe(now - self._arrived - self.first_s)
                     if choice.num_tokens > 1:
                         board.mean_gap.observe((now - self._arrived - self.first_s) / (choice.num_tokens - 1))
+        board.longest.observe(max(c.num_tokens for c in self.choices))
         board.whole.observe(now - self._arrived)
         self._service.jobs.discard(self)
 
