@@ -311,6 +311,237 @@ def vllm(result: dict[str, Any]) -> str:
     )
 
 
+def latency(result: dict[str, Any]) -> str:
+    """`bench latency`: percentiles of the waits, and ratios to plain decoding."""
+    waits = ("first_ms", "per_token_ms", "end_ms")
+
+    def three(r: dict[str, Any], wait: str) -> str:
+        digits = 1 if wait == "per_token_ms" else 0
+        return " / ".join("-" if r[wait][p] is None else f"{r[wait][p][0]:.{digits}f}" for p in ("p50", "p90", "p99"))
+
+    body = []
+    for r in result["rows"]:
+        e = r.get("against_first")
+        ratios = [interval(e["end_ms"][p], bold=p == "p50") if e else "" for p in ("p50", "p90")]
+        equal = f"{e['num_equal']}/{e['num_pairs']}" if e else ""
+        begin = [f"{r['rate']:g}", r["service"], f"{r['in_progress']:.1f}", f"{r['tokens_per_s']:.0f}"]
+        body.append([*begin, *(three(r, w) for w in waits), *ratios, equal])
+    header = ["requests a second", "", "at once", "tokens/s", "first token, ms", "a token, ms", "whole answer, ms"]
+    header += ["answer p50, faster [95 %]", "answer p90, faster", "equal texts"]
+    c = result["config"]
+    return (
+        f"{c['requests']} requests at each rate, {c['arrivals']}, {c['max_tokens']} tokens at most, T = "
+        f"{c['temperature']:g}; p50 / p90 / p99.\n\n" + rows(header, body)
+    )
+
+
+def by_task(result: dict[str, Any]) -> str:
+    """`bench run`, tasks down and methods across: S and M (the paper's Table 1)."""
+    methods = [m for m in dict.fromkeys(r["method"] for r in result["rows"]) if m != "plain"]
+    by = {(r["suite"], r["method"]): r for r in result["rows"]}
+    suites = list(dict.fromkeys(r["suite"] for r in result["rows"]))
+    body = []
+    for suite in suites:
+        cells = [by[suite, m] for m in methods]
+        best = max(r["speed_up"][0] for r in cells)
+        body.append(
+            [
+                f"**{suite}**" if suite == "all" else suite,
+                *(interval(r["speed_up"], bold=r["speed_up"][0] == best) + f", {r['M']:.2f}" for r in cells),
+            ]
+        )
+    whole = [by[suites[-1], m] for m in methods]
+    loops = ", ".join(f"{m} {r['uncut']['speed_up'][0]:.2f}x" for m, r in zip(methods, whole, strict=True))
+    cpu = ", ".join(
+        f"{m} {r['cpu_ms_per_token'] / by[suites[-1], 'plain']['cpu_ms_per_token']:.2f}"
+        for m, r in zip(methods, whole, strict=True)
+    )
+    equal, runs = sum(r["num_equal"] for r in whole), sum(r["num_runs"] for r in whole)
+    return (
+        rows(["S [95 %], M", *(f"`{m.partition(',')[0]}`" for m in methods)], body)
+        + f"\n\nLoops kept: {loops}. Processor time a token, prefill included, over plain decoding's: {cpu}. "
+        f"{equal} of {runs} texts are plain decoding's."
+    )
+
+
+def factorial(result: dict[str, Any]) -> str:
+    """`experiments.py factorial`: what each factor multiplies M by, and pairs of factors."""
+    body = [
+        [
+            e["factor"],
+            " -> ".join(map(str, e["levels"])),
+            times(e["times_M"]),
+            ", ".join(f"{x:.3f}" for x in e["by_seed"]),
+        ]
+        for e in result["effects"]
+    ]
+    pairs = sorted(result["interactions"], key=lambda e: -abs(e["times_M"][0] - 1))[:4]
+    said = "; ".join(f"{' with '.join(e['factors'])} {times(e['times_M'])}" for e in pairs)
+    return (
+        f"T = {result['temperature']:g}, {result['prompts']} prompts, {len(result['seeds'])} seeds, all "
+        f"{len(result['cells'])} combinations.\n\n"
+        + rows(["factor", "from, to", "multiplies M by [95 %]", "each seed alone"], body)
+        + f"\n\nThe strongest interactions: {said}."
+    )
+
+
+def times(e: list[float]) -> str:
+    return f"{e[0]:.3f} [{e[1]:.3f}, {e[2]:.3f}]"
+
+
+def ngram_off_on(result: dict[str, Any]) -> str:
+    """`experiments.py ngram`: M without and with the n-gram term (the paper's Table 2)."""
+    paper = {"humaneval": (3.13, 3.63), "math500": (2.89, 3.37)}
+    by = {(r["temperature"], r["nodes"], r["suite"]): r for r in result["rows"]}
+    most = max(n for _, n, _ in by)
+    suites = list(dict.fromkeys(r["suite"] for r in result["rows"]))
+    body = []
+    for suite in suites:
+        r, few = by[0.0, most, suite], by[0.0, 8, suite]
+        theirs = paper.get(suite)
+        body.append(
+            [
+                f"**{suite}**" if suite == "all" else suite,
+                f"{r['off'][0]:.2f}",
+                f"{r['on'][0]:.2f}",
+                interval(r["ratio"]),
+                interval(few["ratio"]),
+                *([f"{theirs[0]:.2f}", f"{theirs[1]:.2f}", f"{theirs[1] / theirs[0]:.2f}x"] if theirs else [""] * 3),
+            ]
+        )
+    sampled = [f"{n} nodes {interval(by[1.0, n, 'all']['ratio'])}" for t, n, s in by if t == 1.0 and s == "all"]
+    header = ["", f"off, {most} nodes", "on", "ratio", "ratio, 8 nodes", "paper: off", "on", "ratio"]
+    return rows(header, body) + f"\n\nAt T = 1, all sets: {'; '.join(sampled)}."
+
+
+def budget_table(result: dict[str, Any]) -> str:
+    """`experiments.py budget`: where the next node stops paying."""
+    body = []
+    for r in result["rows"]:
+        gain, cost = r.get("dM_over_M_per_node"), r.get("dT_over_T_per_node")
+        best = result["best_fixed"][str(r["temperature"])] == r["nodes"]
+        s = f"{r['predicted_speed_up']:.2f}x"
+        body.append(
+            [
+                f"{r['temperature']:g}",
+                str(r["nodes"]),
+                times(r["M"]),
+                f"{r['round_ms']:.2f}",
+                f"**{s}**" if best else s,
+                *(["", ""] if gain is None else [f"{gain:.2%}", f"{cost:.2%}"]),
+            ]
+        )
+    return rows(
+        ["T", "nodes", "M [95 %]", "round, ms", "predicted S", "M grows, a node", "the round grows, a node"], body
+    )
+
+
+def frontier(result: dict[str, Any]) -> str:
+    """`experiments.py frontier`: indexes side by side at one tree size."""
+    by = {(r["index"], r["running_text"]): r for r in result["rows"]}
+    body = []
+    for name in dict.fromkeys(r["index"] for r in result["rows"]):
+        r, text = by[name, False], by[name, True]
+        body.append(
+            [
+                name,
+                f"{r['num_nodes'] / 1e6:.2f} M" if "num_nodes" in r else "",
+                f"{r['index_bytes'] / 1e6:.1f}" if "index_bytes" in r else "",
+                f"{r['resident_mb']:.1f}" if "resident_mb" in r else "",
+                f"{r['build_s']:.1f}" if "build_s" in r else "",
+                f"{r['open_cold_ms']:.2f}" if "open_cold_ms" in r else "",
+                f"{r['lookup_us']:.1f}" if "lookup_us" in r else "",
+                f"{r['search_us']:.0f}",
+                f"{r['M'][0]:.3f}",
+                interval(r["against_none"]),
+                f"{text['M'][0]:.3f}",
+                f"{r['predicted_speed_up']:.2f}x",
+            ]
+        )
+    header = ["index", "grams", "MB", "resident MB", "build, s", "open cold, ms", "lookup, us", "search, us", "M"]
+    header += ["against none [95 %]", "M with running text", "predicted S"]
+    return (
+        f"{result['nodes']} nodes, T = {result['temperature']:g}, {result['texts']} recorded answers; "
+        f"{result['corpus_tokens'] / 1e6:.1f} M tokens of corpus, {result['answer_tokens'] / 1e6:.2f} M of own answers."
+        f"\n\n{rows(header, body)}"
+    )
+
+
+def horizon(result: dict[str, Any]) -> str:
+    """`experiments.py horizon`: M and time by how far ahead is guessed."""
+    by = {(r["horizon"], r["nodes"]): r for r in result["rows"]}
+    sizes = sorted({n for _, n in by})
+    body = [
+        [
+            f"{d} (as trained)" if d == result["trained_horizon"] else str(d),
+            f"{by[d, sizes[0]]['draft_ms']:.2f}",
+            *(f"{by[d, n]['M'][0]:.3f}" for n in sizes),
+            *(f"{by[d, n]['predicted_speed_up']:.2f}x" for n in sizes),
+        ]
+        for d in sorted({d for d, _ in by})
+    ]
+    header = ["d", "draft, ms", *(f"M, {n} nodes" for n in sizes), *(f"predicted S, {n}" for n in sizes)]
+    return rows(header, body)
+
+
+def draft_length(result: dict[str, Any]) -> str:
+    """`draft_length.py`: the paper's Figure 1."""
+    by = {(r["method"], r["length"]): r for r in result["rows"]}
+    methods = [m for m in dict.fromkeys(m for m, _ in by) if m != "plain"]
+    names = {"small_model": f"small model ({result['layers']} layers)"}
+    body = [
+        [
+            str(n),
+            *(
+                f"{by[m, n]['draft_share']:.0%}, {by[m, n]['M']:.2f}, {by[m, n]['speed_up']:.2f}x"
+                if (m, n) in by
+                else ""
+                for m in methods
+            ),
+        ]
+        for n in sorted({n for _, n in by} - {0})
+    ]
+    return (
+        f"{result['nodes']} nodes, {result['prompts']} prompts; share of a round that drafting and search take, M, S."
+        f"\n\n{rows(['draft length', *(names.get(m, m) for m in methods)], body)}"
+    )
+
+
+def outside(result: dict[str, Any]) -> str:
+    """`outside.py`: other programs in one run."""
+    body = [
+        [
+            r["form"],
+            f"{r['ms_per_token']:.1f}",
+            interval(r["speed"]),
+            interval(r["ours_against_it"], bold=True),
+            f"{r['faster_than_ours']}/{result['prompts']}",
+            f"{r['first_32_equal']}/{result['prompts']}",
+        ]
+        for r in result["rows"]
+    ]
+    header = [
+        "",
+        "ms a token",
+        "against transformers [95 %]",
+        "ours against it",
+        "it was faster",
+        "first 32 tokens ours",
+    ]
+    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
+    compiled = f" Compiling took {result['compile_s']:.0f} s." if result["compile_s"] else ""
+    return (
+        f"{rows(header, body)}\n\n{versions}; {result['max_tokens']} tokens of {result['prompts']} prompts.{compiled}"
+    )
+
+
+def worth(result: dict[str, Any]) -> str:
+    """`bench worth` on the shipped drafter's run."""
+    from dartspec.bench.worth import answer
+
+    return "\n".join(f"- {s}" for s in answer(result, method="dart@auto", spent_hours=SPENT_HOURS)["sentences"])
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "table-t0": speed,
     "table-t08": speed,
@@ -326,6 +557,20 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "continuity": continuity,
     "stages": stages,
     "llamacpp": llamacpp,
+    "latency": latency,
+    "bursts": latency,
+    "paper-t0": by_task,
+    "paper-t1": by_task,
+    "factorial": factorial,
+    "ngram-off-on": ngram_off_on,
+    "budget": budget_table,
+    "frontier": frontier,
+    "horizon": horizon,
+    "draft-length": draft_length,
+    "outside": outside,
+    "worth": worth,
+    "domain-busy-0": load_table,
+    "domain-busy-2": load_table,
 }
 PAGES = (
     (ROOT / "README.md", "docs/results"),
@@ -334,7 +579,11 @@ PAGES = (
     (ROOT / "docs" / "serving-many.md", "results"),
     (ROOT / "docs" / "building-an-index.md", "results"),
     (ROOT / "docs" / "performance.md", "results"),
+    (ROOT / "docs" / "reproduction.md", "results"),
+    (ROOT / "docs" / "worth-it.md", "results"),
 )
+FROM = {"worth": "table-t0"}  # tables of another table's result
+SPENT_HOURS = 2.2  # training of the shipped drafter and its cache: docs/training.md
 
 
 def marks(text: str) -> list[str]:
@@ -346,8 +595,9 @@ def written(path: Path, results: str) -> str:
     """The page with every table that has a result written anew."""
     text = path.read_text()
     for name, table in TABLES.items():
-        if (result := load(name)) is not None:
-            block = f"{table(result)}\n\n{provenance(result, name)}".replace("RESULTS", results)
+        source = FROM.get(name, name)
+        if (result := load(source)) is not None:
+            block = f"{table(result)}\n\n{provenance(result, source)}".replace("RESULTS", results)
             mark = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
             text = mark.sub(lambda m, b=block: f"{m[1]}\n{b}\n\n{m[2]}", text)
     return text

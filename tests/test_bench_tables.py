@@ -32,7 +32,7 @@ def test_every_table_of_the_pages_has_its_result(tables: ModuleType) -> None:
     marks = {m for path, _ in tables.PAGES for m in tables.marks(path.read_text())}
     assert marks <= set(tables.TABLES)
     assert "table-t0" in marks
-    assert all((tables.RESULTS / f"{m}.json").exists() for m in marks)
+    assert all((tables.RESULTS / f"{tables.FROM.get(m, m)}.json").exists() for m in marks)
 
 
 def test_a_figure_changed_by_hand_is_noticed(

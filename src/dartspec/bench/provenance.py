@@ -34,16 +34,19 @@ def provenance(**more: Any) -> dict[str, Any]:
         "num_cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "command": " ".join([_program(), *map(_shown, sys.argv[1:])]),
+        "command": " ".join([_program(), *map(shown, sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **more,
     }
 
 
-def _shown(argument: str) -> str:
+def shown(argument: str) -> str:
     """An argument as others can use it: where a file lay on this machine is nobody's business."""
-    flag, equals, value = argument.rpartition("=")
-    return f"{flag}{equals}{Path(value).name}" if os.path.isabs(value) else argument
+    parts = []
+    for part in argument.split(","):
+        flag, equals, value = part.rpartition("=")
+        parts.append(f"{flag}{equals}{Path(value).name}" if os.path.isabs(value) else part)
+    return ",".join(parts)
 
 
 def _program() -> str:

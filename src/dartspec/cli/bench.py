@@ -751,7 +751,7 @@ def _run(
     )
 
     from dartspec.bench.measure import reliability_of
-    from dartspec.bench.provenance import provenance, save_result
+    from dartspec.bench.provenance import provenance, save_result, shown
     from dartspec.bench.run import estimate_hours, execute, plan
     from dartspec.bench.suites import load_suites
     from dartspec.bench.summary import against_best_fixed, over_cells, rows
@@ -774,7 +774,8 @@ def _run(
             ready[threads] = replace(loading, threads=threads).load(term)
         return ready[threads]
 
-    settings = json_module.loads(json_module.dumps(asdict(config))) | {"methods": [m.label for m in config.methods]}
+    names = {"methods": [m.label for m in config.methods], "suites": [shown(s) for s in config.suites]}
+    settings = json_module.loads(json_module.dumps(asdict(config))) | names
     if dry_run:
         hours = estimate_hours(config, suites, first)
         prompts = sum(len(c.prompts) for c in cells) * len(config.methods)
