@@ -1,6 +1,8 @@
 // The one file that knows both the core and Python. Arrays in, the caller's buffers out, the GIL dropped.
 #include <nanobind/nanobind.h>
 
+#include "mapped.hpp"
+
 namespace nb = nanobind;
 
 void bind_ngram(nb::module_& m);    // csrc/bind_ngram.cpp: n-gram index and tree search
@@ -12,4 +14,6 @@ NB_MODULE(_core, m) {
   bind_ngram(m);
   bind_builder(m);
   bind_kernels(m);
+  m.def("num_lost_pages", &dartspec::num_lost_pages,
+        "Pages of indexes that were lost because another program cut off a file that is open here.");
 }

@@ -13,10 +13,12 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <optional>
 #include <unordered_map>
 
 #include "exact_math.hpp"
 #include "hash.hpp"
+#include "mapped.hpp"
 
 namespace dartspec {
 
@@ -43,7 +45,9 @@ std::atomic<std::uint64_t> next_serial{1};
 struct NgramIndex::Mapping {
   void* at = MAP_FAILED;
   std::size_t bytes = 0;
+  std::optional<Watched> watched;  // where the pages are the file's own
   ~Mapping() {
+    watched.reset();
     if (at != MAP_FAILED) ::munmap(at, bytes);
   }
 };
@@ -120,7 +124,11 @@ NgramIndex NgramIndex::open(const std::string& path, const OpenOptions& options)
     const Interleaved spread(options.interleave);
     mapping->bytes = static_cast<std::size_t>(st.st_size);
     mapping->at = map_file(fd, mapping->bytes, options);
-    if (mapping->at == MAP_FAILED) failure = errno_text();
+    if (mapping->at == MAP_FAILED) {
+      failure = errno_text();
+    } else if (!options.huge_pages) {
+      mapping->watched.emplace(mapping->at, mapping->bytes);
+    }
   }
   ::close(fd);
   if (!failure.empty()) throw Error("cannot open the index " + path + ": " + failure);
