@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -392,6 +393,41 @@ def test_an_index_is_replaced_under_a_running_server(folder: Path, tmp_path: Pat
         metrics = served.metrics()
         assert metrics['dartspec:reloads_total{,result="done"}'] == 1
         assert metrics['dartspec:reloads_total{,result="failed"}'] == 1
+
+
+def test_an_index_of_another_tokenizer_is_not_taken(folder: Path, tmp_path: Path) -> None:
+    plain = tiny_lm(folder)
+    path = tmp_path / "x.ngram"
+    index_of(plain, "in a on a in a on", path)
+    lm = plain.with_drafter("index", index=path)
+    with Served(lm, again=lambda: plain.with_drafter("index", index=path), api_key="k") as served:
+        served.client.headers["authorization"] = "Bearer k"
+        other = NgramIndex.build(
+            [[1, 2, 3]], vocab_size=lm.target.vocab_size, fingerprint="another", name="n", description="d"
+        )
+        other.save(path)
+        refused = served.post("/dartspec/reload")
+        assert refused.status_code == 400
+        assert "another" in refused.json()["error"]["message"]
+        assert served.post(body=chat("x", max_tokens=3)).status_code == 200
+
+
+def test_an_index_that_is_cut_off_in_place_makes_drafts_worse_and_no_more(folder: Path, tmp_path: Path) -> None:
+    plain = tiny_lm(folder)
+    path = tmp_path / "x.ngram"
+    chance = random.Random(0)
+    index_of(plain, "".join(chance.choice("abcdefghijklmnopqrstuvwxyz ") for _ in range(60_000)), path)
+    with Served(plain.with_drafter("index", index=path)) as served:
+        body = chat("abc", max_tokens=60, temperature=0)
+        [right] = plainly(plain, body["messages"], max_tokens=60)
+        assert path.stat().st_size > 12_000
+        with path.open("r+b") as file:
+            file.truncate(4096)
+        for text in ("abc", "xyz", "q e", "the end"):
+            [right] = plainly(plain, chat(text)["messages"], max_tokens=60, temperature=1, seed=2)
+            answer = served.post(body=chat(text, max_tokens=60, seed=2)).json()
+            assert answer["choices"][0]["message"]["content"] == right
+        assert served.metrics()["dartspec:index_lost_pages_total"] > 0
 
 
 def test_reload_needs_a_key(served: Served) -> None:

@@ -132,6 +132,7 @@ class Board:
         self.lanes = g("dartspec:lanes", "Drafters that have slots of their own now.")
         self.plain = g("dartspec:plain_tokens_per_second", "Plain decoding alone, measured at start.")
         self.reloads = c("dartspec:reloads", "Reloads of drafter and index, by result.")
+        self.lost = c("dartspec:index_lost_pages", "Pages of an index that was cut off while it was open.")
         self.swapped.set(0)
         for family in (self.preempted, self.prompt_tokens, self.new_tokens, self.prefix_queries, self.prefix_hits):
             family.add(0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dartspec import drafters
+from dartspec import _core, drafters
 from dartspec.engine import Chunk, Request
 from dartspec.errors import DartspecError
 from dartspec.scheduler import Handle, Limits, QueueFullError, Scheduler
@@ -191,6 +191,7 @@ class Job:
         board.longest.observe(max(c.num_tokens for c in self.choices))
         board.whole.observe(now - self._arrived)
         self._service.jobs.discard(self)
+        self._service.watch_index()
 
 
 class Service:
@@ -204,6 +205,7 @@ class Service:
         self.state, self.stage = "starting", "starting"
         self.started = int(time.time())
         self.plain_tokens_per_s: float | None = None
+        self._index_lost = 0  # pages
         self.max_length = 0  # tokens that a text may have, prompt and answer
         self._lm: LM | None = None
         self._lanes: Lanes | None = None
@@ -318,6 +320,17 @@ class Service:
         board.lanes.set(len(lanes))
         board.downgraded.set(self._lanes.num_downgraded)
         board.plain.set(self.plain_tokens_per_s or 0.0)
+
+    def watch_index(self) -> None:
+        """Says once where an index was cut off while it was open."""
+        lost = _core.num_lost_pages()
+        if lost and not self._index_lost:
+            _log.warning(
+                "an index file was cut off while it was open: drafts are worse, the text is the same; replace files by "
+                "renaming, and reload"
+            )
+        self._index_lost = lost
+        self.board.lost.set(lost)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 // The conversation: questions, answers as they are written, and what can be done with them.
 
 import { Answer } from "./answer.js";
-import { byId, copyButton, h, icon, iconButton, oncePerFrame, say } from "./dom.js";
+import { byId, copies, h, icon, oncePerFrame, say, wordButton } from "./dom.js";
 import { Run, count, rate, times } from "./run.js";
 import { currentInfo, drawSeed, isSampled, requestFor, settings } from "./settings.js";
 import { keepChat } from "./store.js";
@@ -148,9 +148,10 @@ export class Chat {
     const status = h("p", { class: "note" });
     turn.actions = h("div", { class: "actions" });
     turn.buttons = {
-      rounds: h("button", { type: "button", class: "quiet small", onclick: () => look(null) }, icon("tree"), "Rounds"),
-      copies: copyButton("Copy", () => run?.text ?? message.content),
-      again: iconButton("again", "Regenerate", () => this.regenerate()),
+      rounds: wordButton("tree", "Rounds", () => look(null)),
+      copy: copies(wordButton("copy", "Copy"), () => run?.text ?? message.content),
+      again: wordButton("again", "Regenerate", () => this.regenerate()),
+      retry: wordButton("again", "Try again", () => this.regenerate()),
     };
     const failure = h("div", { class: "failure", role: "alert" });
     turn.element = h("article", { class: "turn", "aria-label": "Model" }, turn.answer.element, failure, h("div", { class: "foot" }, status, turn.actions));
@@ -176,13 +177,13 @@ export class Chat {
   showActions() {
     const last = this.turns.at(-1);
     for (const turn of this.turns) {
-      const { rounds, copies, again } = turn.buttons;
+      const { rounds, copy, again, retry } = turn.buttons;
       const isWriting = this.running && turn === last;
       const text = turn.run?.text ?? turn.message.content;
       const possible = [
         turn.run && (isWriting || turn.run.rounds.length > 0) && rounds,
-        !isWriting && text && copies,
-        !isWriting && turn === last && again,
+        !isWriting && text && copy,
+        !isWriting && turn === last && (turn.run?.error ? retry : again),
       ];
       turn.actions.replaceChildren(...possible.filter(Boolean));
     }

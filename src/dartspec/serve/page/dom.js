@@ -47,23 +47,23 @@ export function iconButton(name, label, action) {
   return h("button", { type: "button", class: "quiet only-icon", "aria-label": label, title: label, onclick: action }, icon(name));
 }
 
-/** A button that copies what `text()` gives and shows for a moment whether it could. */
-export function copyButton(label, text) {
-  const button = iconButton("copy", label, async () => {
+/** A small button with an icon and words. */
+export function wordButton(name, words, action) {
+  return h("button", { type: "button", class: "quiet small", onclick: action }, icon(name), words);
+}
+
+/** Copies when `button` is clicked what `text()` gives, and shows there for a moment whether it could. */
+export function copies(button, text) {
+  button.addEventListener("click", async () => {
     let outcome = ["check", "Copied"];
     try {
       await navigator.clipboard.writeText(text());
     } catch {
       outcome = ["alert", "The browser did not allow copying"];
     }
-    const [sign, words] = outcome;
-    say(words);
-    button.title = words;
-    button.replaceChildren(icon(sign));
-    setTimeout(() => {
-      button.title = label;
-      button.replaceChildren(icon("copy"));
-    }, 1500);
+    say(outcome[1]);
+    button.querySelector(".icon").replaceWith(icon(outcome[0]));
+    setTimeout(() => button.querySelector(".icon").replaceWith(icon("copy")), 1500);
   });
   return button;
 }

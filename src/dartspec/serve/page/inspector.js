@@ -217,5 +217,5 @@ function describe(round) {
   if (!round.num_drafted) return "Nothing drafted: one plain step, one token.";
   const hasBonus = round.new.length === round.path.length;
   const kept = `${round.num_drafted} drafted, ${round.num_accepted} accepted`;
-  return hasBonus ? `${kept}, and one token of the model’s own: ${round.new.length} at once.` : `${kept}; the answer ended here.`;
+  return hasBonus ? `${kept} and the bonus: ${count(round.new.length, "token")}.` : `${kept}; the answer ended here.`;
 }

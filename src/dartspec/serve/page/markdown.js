@@ -4,7 +4,7 @@
 // Nodes keep where in the source they stand, so that text can be tinted by the round that wrote it. The parser looks at
 // each character a bounded number of times: nesting is cut at fixed depths.
 
-import { copyButton, h } from "./dom.js";
+import { copies, h, iconButton } from "./dom.js";
 
 const MOST_BLOCKS_DEEP = 8;
 const MOST_MARKS_DEEP = 16;
@@ -422,12 +422,14 @@ function drawCode(block, leaf) {
   const code = h("code");
   block.lines.forEach((line, k) => {
     if (k) code.append("\n");
-    if (line.text) leaf(code, line.at, line.at + line.text.length);
+    const indent = indentOf(line.text);
+    code.append(line.text.slice(0, indent)); // untinted: blocks of colour in front of each line say nothing
+    if (indent < line.text.length) leaf(code, line.at + indent, line.at + line.text.length);
   });
   const text = block.lines.map((line) => line.text).join("\n");
   const label = block.language || "Code";
   const pre = h("pre", { tabindex: "0", role: "region", "aria-label": `Code: ${label}`, dir: "ltr" }, code);
-  return h("div", { class: "code" }, h("div", { class: "code-head" }, h("span", {}, label), copyButton("Copy the code", () => text)), pre);
+  return h("div", { class: "code" }, h("div", { class: "code-head" }, h("span", {}, label), copies(iconButton("copy", "Copy the code"), () => text)), pre);
 }
 
 function drawInline(parent, nodes, leaf) {

@@ -4,9 +4,10 @@ import { svg } from "./dom.js";
 
 const ROW = 25;
 const PILL = 20;
-const GAP = 26; // between columns, for the branches
+const GAPS = [26, 14]; // between columns, for the branches: the narrower where space is short
 const PAD = 2;
-const MOST_SHOWN = 18; // characters of a token
+const MOST_SHOWN = 18; // characters of a word
+const MOST_RUNS = 7; // words and spaces of a token
 const LEAST_ROWS = 4;
 const LEAST_SCALE = 0.72;
 
@@ -15,16 +16,15 @@ const brush = document.createElement("canvas").getContext("2d");
 /** A token as it can be read: spaces and line breaks as signs, in runs of [text, isSign]. */
 export function readable(text) {
   const signs = { " ": "·", "\n": "↵", "\t": "⇥", "\r": "␍" };
-  const shown = text.length > MOST_SHOWN ? `${text.slice(0, MOST_SHOWN - 1)}…` : text;
   const runs = [];
-  [...shown].forEach((c, i, all) => {
-    const isInner = c === " " && i > 0 && all[i - 1] !== " " && i < all.length - 1;
-    const isSign = c in signs && !isInner;
-    if (runs.length && runs.at(-1)[1] === isSign) runs.at(-1)[0] += isSign ? signs[c] : c;
-    else runs.push([isSign ? signs[c] : c, isSign]);
-  });
-  return runs.length ? runs : [["∅", true]];
+  for (const [part] of text.matchAll(/( +|\n+|\t+|\r+)|[^ \n\t\r]+/g)) {
+    const sign = signs[part[0]];
+    runs.push([sign ? (part.length > 2 ? `${sign}×${part.length}` : sign.repeat(part.length)) : shorten(part), Boolean(sign)]);
+  }
+  return runs.length ? runs.slice(0, MOST_RUNS) : [["∅", true]];
 }
+
+const shorten = (text) => (text.length > MOST_SHOWN ? `${text.slice(0, MOST_SHOWN - 1)}…` : text);
 
 /** An SVG of the round, no larger than `width` and `height` where it can still be read at that size. */
 export function drawTree(round, width, height, font) {
@@ -39,18 +39,21 @@ export function drawTree(round, width, height, font) {
   }
   const columns = [];
   for (const node of nodes) columns[node.depth] = Math.max(columns[node.depth] || 0, node.width);
-  const lefts = columns.map((_, depth) => PAD + columns.slice(0, depth).reduce((sum, w) => sum + w + GAP, 0));
-  const wide = lefts.at(-1) + columns.at(-1) + PAD;
+  const place = (gap) => columns.map((_, depth) => PAD + columns.slice(0, depth).reduce((sum, w) => sum + w + gap, 0));
+  const widthOf = (lefts) => lefts.at(-1) + columns.at(-1) + PAD;
+  const gap = GAPS.find((gap) => widthOf(place(gap)) <= width) ?? GAPS.at(-1);
+  const lefts = place(gap);
+  const wide = widthOf(lefts);
   const high = (Math.max(...nodes.map((node) => node.row)) + 1) * ROW + 2 * PAD;
   for (const node of nodes) {
     node.x = lefts[node.depth];
     node.y = PAD + (node.row + 0.5) * ROW;
   }
   const scale = Math.max(LEAST_SCALE, Math.min(1, width / wide, height / high));
-  const size = { viewBox: `0 0 ${wide} ${high}`, width: Math.floor(wide * scale), height: Math.floor(high * scale) };
+  const size = { viewBox: `0 0 ${wide} ${high}`, width: wide * scale, height: high * scale };
   // rejected first, so that the path lies on top
   const ordered = [...nodes].sort((a, b) => isLit(a) - isLit(b));
-  const branches = ordered.filter((node) => node.parent).map(branch);
+  const branches = ordered.filter((node) => node.parent).map((node) => branch(node, gap));
   return svg("svg", { class: "tree", "aria-hidden": "true", ...size }, branches, ordered.map(pill));
 }
 
@@ -97,9 +100,9 @@ function layOut(round) {
   return nodes;
 }
 
-function branch(node) {
+function branch(node, gap) {
   const [x1, y1, x2, y2] = [node.parent.x + node.parent.width, node.parent.y, node.x, node.y];
-  const trunk = x2 - GAP / 2; // siblings share it
+  const trunk = x2 - gap / 2; // siblings share it
   const bend = 5;
   const down = `H${trunk - bend}Q${trunk} ${y1} ${trunk} ${y1 + bend}V${y2 - bend}Q${trunk} ${y2} ${trunk + bend} ${y2}H${x2 + 4}`;
   const way = `M${x1} ${y1}${y1 === y2 ? `H${x2}` : down}`;
