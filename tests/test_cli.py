@@ -42,6 +42,7 @@ VERBS = (
     "generate",
     "chat",
     "train",
+    "eval",
     "drafters",
     "inspect",
     "convert",
