@@ -1,6 +1,7 @@
 // Binds the n-gram index and the tree search. Arrays in, the caller's buffers out, the GIL dropped.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -17,6 +18,7 @@ namespace {
 template <class T> using In1 = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <class T> using In2 = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 template <class T> using In3 = nb::ndarray<const T, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+template <class T> using In4 = nb::ndarray<const T, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
 template <class T> using Out1 = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <class T> using Out2 = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
@@ -142,34 +144,41 @@ void bind_ngram(nb::module_& m) {
 
   nb::class_<TreeSearch>(m, "TreeSearch", "Beam search over lattices, with its scratch; one call at a time.")
       .def("__init__", [](TreeSearch* self, int top_k, int beam, double level_exponent, double logit_decay,
-                          double ngram_weight, double eps, double backoff, double text_weight, bool ngram_at_level0,
-                          bool softmax_over_kept) {
+                          double ngram_weight, double eps, double backoff, double text_weight, double learned_weight,
+                          bool ngram_at_level0, bool softmax_over_kept) {
             new (self) TreeSearch({top_k, beam, level_exponent, logit_decay, ngram_weight, eps, backoff, text_weight,
-                                   ngram_at_level0, softmax_over_kept});
+                                   learned_weight, ngram_at_level0, softmax_over_kept});
           }, nb::kw_only(), "top_k"_a, "beam"_a, "level_exponent"_a, "logit_decay"_a, "ngram_weight"_a, "eps"_a,
-          "backoff"_a, "text_weight"_a, "ngram_at_level0"_a, "softmax_over_kept"_a)
+          "backoff"_a, "text_weight"_a, "learned_weight"_a, "ngram_at_level0"_a, "softmax_over_kept"_a)
       .def("run", [](TreeSearch& self, In2<float> log_probs, In2<std::int32_t> tokens, In1<std::int32_t> context,
                      In1<std::int32_t> eos, const NgramIndex* index, const TextCounts* text,
-                     Out1<std::int32_t> out_tokens, Out1<std::int32_t> out_parents, Out1<float> out_scores) {
+                     std::optional<In3<float>> learned, Out1<std::int32_t> out_tokens, Out1<std::int32_t> out_parents,
+                     Out1<float> out_scores) {
             expect_shape("tokens", tokens.shape(0), log_probs.shape(0));
             expect_shape("tokens", tokens.shape(1), log_probs.shape(1));
             if (context.shape(0) < 1) throw Error("context is empty, expected at least the root");
             if (out_tokens.shape(0) < 1) throw Error("out_tokens has no room for the root");
             expect_shape("out_parents", out_parents.shape(0), out_tokens.shape(0));
             expect_shape("out_scores", out_scores.shape(0), out_tokens.shape(0));
+            if (learned) {
+              expect_shape("learned", learned->shape(0), log_probs.shape(0));
+              for (std::size_t axis : {1, 2}) expect_shape("learned", learned->shape(axis), log_probs.shape(1));
+            }
             nb::gil_scoped_release release;
             SearchCase c{log_probs.data(), tokens.data(), int(log_probs.shape(0)), int(log_probs.shape(1)),
                          context.data()[context.shape(0) - 1], span_of(context), text, int(out_tokens.shape(0)) - 1,
-                         out_tokens.data(), out_parents.data(), out_scores.data()};
+                         out_tokens.data(), out_parents.data(), out_scores.data(), 0,
+                         learned ? learned->data() : nullptr};
             self.run({&c, 1}, span_of(eos), index);
             return c.found;
-          }, "log_probs"_a, "tokens"_a, "context"_a, "eos"_a, "index"_a.none(), "text"_a.none(), "out_tokens"_a,
-          "out_parents"_a, "out_scores"_a,
+          }, "log_probs"_a, "tokens"_a, "context"_a, "eos"_a, "index"_a.none(), "text"_a.none(),
+          "learned"_a.none(), "out_tokens"_a, "out_parents"_a, "out_scores"_a,
           "Writes at most len(out_tokens) nodes, the root (the context's last token) included; returns how many.")
       .def("run_batch", [](TreeSearch& self, In3<float> log_probs, In3<std::int32_t> tokens, In2<std::int32_t> contexts,
                            In1<std::int32_t> budgets, In1<std::int32_t> eos, const NgramIndex* index, nb::list texts,
-                           Out2<std::int32_t> out_tokens, Out2<std::int32_t> out_parents, Out2<float> out_scores,
-                           Out1<std::int32_t> out_found, int threads) {
+                           std::optional<In4<float>> learned, Out2<std::int32_t> out_tokens,
+                           Out2<std::int32_t> out_parents, Out2<float> out_scores, Out1<std::int32_t> out_found,
+                           int threads) {
             const std::size_t n = log_probs.shape(0), width = contexts.shape(1), room = out_tokens.shape(1);
             for (std::size_t axis = 0; axis < 3; ++axis) expect_shape("tokens", tokens.shape(axis), log_probs.shape(axis));
             for (std::size_t rows : {contexts.shape(0), budgets.shape(0), out_tokens.shape(0), out_parents.shape(0),
@@ -178,6 +187,10 @@ void bind_ngram(nb::module_& m) {
             expect_shape("out_parents", out_parents.shape(1), room);
             expect_shape("out_scores", out_scores.shape(1), room);
             if (texts.size() != 0) expect_shape("texts", texts.size(), n);
+            if (learned) {
+              for (std::size_t axis : {0, 1, 2}) expect_shape("learned", learned->shape(axis), log_probs.shape(axis));
+              expect_shape("learned", learned->shape(3), log_probs.shape(2));
+            }
             std::vector<SearchCase> cases(n);
             const std::size_t cells = log_probs.shape(1) * log_probs.shape(2);
             for (std::size_t i = 0; i < n; ++i) {
@@ -192,13 +205,14 @@ void bind_ngram(nb::module_& m) {
               cases[i] = {log_probs.data() + i * cells, tokens.data() + i * cells, int(log_probs.shape(1)),
                           int(log_probs.shape(2)), contexts.data()[(i + 1) * width - 1],
                           {contexts.data() + i * width + skip, width - skip}, text, budget, out_tokens.data() + i * room,
-                          out_parents.data() + i * room, out_scores.data() + i * room};
+                          out_parents.data() + i * room, out_scores.data() + i * room, 0,
+                          learned ? learned->data() + i * cells * learned->shape(3) : nullptr};
             }
             nb::gil_scoped_release release;
             self.run(cases, span_of(eos), index, threads);
             for (std::size_t i = 0; i < n; ++i) out_found.data()[i] = cases[i].found;
-          }, "log_probs"_a, "tokens"_a, "contexts"_a, "budgets"_a, "eos"_a, "index"_a.none(), "texts"_a, "out_tokens"_a,
-          "out_parents"_a, "out_scores"_a, "out_found"_a, "threads"_a,
+          }, "log_probs"_a, "tokens"_a, "contexts"_a, "budgets"_a, "eos"_a, "index"_a.none(), "texts"_a,
+          "learned"_a.none(), "out_tokens"_a, "out_parents"_a, "out_scores"_a, "out_found"_a, "threads"_a,
           "run() for each of (B, d, k); contexts (B, c) with -1 in front of short ones, texts empty or B of them or None.");
 
   m.def("check_parents", [](In1<std::int32_t> parents) { check_parents(span_of(parents)); }, "parents"_a);

@@ -50,6 +50,8 @@ def random_net(c: Config, seed: int = 0) -> DartNet:
                 p.add_(1.0)
         ids = torch.randperm(c.vocab_size, generator=generator)[: c.draft_vocab_size].sort().values
         net.d2t.copy_(ids - torch.arange(c.draft_vocab_size))
+    if c.head == "target":
+        net.target_head = View().table[ids]
     return net
 
 
@@ -87,11 +89,12 @@ def training_log_probs(net: DartNet, view: View, ids: Tensor, features: Tensor) 
     """(d, V) of the rows that predict by the training-time forward."""
     last = len(ids) - 2
     first, masks = net.shared_forward(shared_rows(view, ids, features, [last], [last]))
-    return net.lm_head(torch.cat((first, masks[0]))).log_softmax(-1)
+    return (net.for_head(torch.cat((first, masks[0]))) @ net.head_weight.T).log_softmax(-1)
 
 
 FORMS = [{}, {"mask": "official"}, {"final_norm_twice": True}, {"d": 2}, {"num_key_value_heads": 4}, {"taps": (3,)}]
 FORMS.append({"shifted": False})
+HEADS = [{"head": "target"}, {"head": "low_rank", "head_rank": 7}]
 
 
 @pytest.mark.parametrize("changes", FORMS)
@@ -198,7 +201,7 @@ def test_a_group_sees_no_later_token_and_no_other_group() -> None:
 @given(
     seed=st.integers(0, 10_000),
     pieces=st.lists(st.integers(1, 9), min_size=1, max_size=8),
-    form=st.sampled_from([*FORMS[:4], FORMS[-1]]),
+    form=st.sampled_from([*FORMS[:4], FORMS[-1], *HEADS]),
 )
 def test_decoding_equals_training_on_the_same_sequence(
     seed: int, pieces: list[int], form: dict[str, Any]
@@ -218,7 +221,7 @@ def test_decoding_equals_training_on_the_same_sequence(
         torch.testing.assert_close(log_probs[0], best.values, rtol=1e-5, atol=1e-5)
         shown = dict(zip(net.target_ids().tolist(), wanted.T.tolist(), strict=True))
         for row, (values, names) in enumerate(zip(log_probs[0].tolist(), tokens[0].tolist(), strict=True)):
-            assert values == pytest.approx([shown[name][row] for name in names], abs=2e-5)
+            assert values == pytest.approx([shown[name][row] for name in names], abs=2e-5, rel=5e-6)
 
 
 def test_long_prompts_are_read_in_chunks_and_the_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,6 +410,11 @@ def test_config_survives_json_and_refuses_what_it_does_not_know(tmp_path: Any) -
         ({"taps": (1, 2, 5)}, r"must rise within 0\.\.4"),
         ({"mask": "none"}, "'pair' or 'official'"),
         ({"shifted": 1}, "true or false"),
+        ({"head": "tied"}, "own, target, low_rank"),
+        ({"head": "low_rank"}, "must be 1 to 24 with the head 'low_rank'"),
+        ({"head_rank": 3}, "must be 0 to 0 with the head 'own'"),
+        ({"head": "target", "target_hidden_size": 32}, "is for rows of 32, not of hidden_size 24"),
+        ({"continuity_rank": -1}, "must be 0 to 24"),
         ({"num_key_value_heads": 3}, "no multiple"),
         ({"head_dim": 7}, "even"),
         ({"draft_vocab_size": 99}, "exceeds"),

@@ -48,6 +48,7 @@ struct Path {
   double rank;  // lowest sum on the path
   std::int32_t id;
   int row;                                        // of the continuity rows
+  int column = 0;                                 // of its last token in its row of the lattice
   std::array<std::int32_t, kMostContext> tail{};  // its last tokens, the newest last; kept for a text only
   int tail_size = 0;
 };
@@ -68,6 +69,7 @@ class TreeSearch::Scratch {
  private:
   int prepare_row(const float* log_probs, const std::int32_t* tokens, int k, int level, std::span<const std::int32_t> eos);
   void mix_text(const TextCounts& text, const Path& path, bool alone, int n, double* row);
+  void mix_learned(const float* learned, bool alone, int n, double* row);
 
   SearchConfig config_;
   NgramQuery query_;
@@ -98,6 +100,8 @@ TreeSearch::TreeSearch(const SearchConfig& config) : config_(config) {
     throw Error("backoff is " + number(config.backoff) + ", expected 0 < backoff <= 1");
   if (!(config.text_weight >= 0 && config.text_weight <= 1))
     throw Error("text_weight is " + number(config.text_weight) + ", expected 0 to 1");
+  if (!(config.learned_weight >= 0 && config.learned_weight <= 1))
+    throw Error("learned_weight is " + number(config.learned_weight) + ", expected 0 to 1");
   for (double v : {config.level_exponent, config.ngram_weight})
     if (!(v >= 0 && std::isfinite(v)))
       throw Error("level_exponent and ngram_weight are " + number(config.level_exponent) + " and " +
@@ -183,6 +187,15 @@ void TreeSearch::Scratch::mix_text(const TextCounts& text, const Path& path, boo
   for (int i = 0; i < n; ++i) row[i] = (1.0 - w) * row[i] + w * text_row_[i];
 }
 
+// row[i] = (1 - w) * row[i] + w * learned[column of i]; `alone`: neither index nor text. What is no probability is none.
+void TreeSearch::Scratch::mix_learned(const float* learned, bool alone, int n, double* row) {
+  const double w = alone ? 1.0 : config_.learned_weight;
+  for (int i = 0; i < n; ++i) {
+    const double g = learned[column_[i]];
+    row[i] = (1.0 - w) * row[i] + w * (g > 0 ? std::min(g, 1.0) : 0.0);
+  }
+}
+
 void TreeSearch::Scratch::run(SearchCase& c, std::span<const std::int32_t> eos, const NgramIndex* index) {
   c.out_tokens[0] = c.root;
   c.out_parents[0] = -1;
@@ -208,7 +221,8 @@ void TreeSearch::Scratch::run(SearchCase& c, std::span<const std::int32_t> eos, 
   tree_best_.reset(static_cast<int>(std::min<std::size_t>(most, static_cast<std::size_t>(c.budget))));
 
   int num_paths = 1, num_states = 1;
-  paths_[0] = {0.0, 0.0, -1, 0, {}, 0};
+  paths_[0] = {0.0, 0.0, -1, 0};
+  const bool own_rows = c.text != nullptr || c.learned != nullptr;  // two paths that meet in the index may not in these
   if (index != nullptr) states_[0] = index->state_of(c.context);
   if (c.text != nullptr) {
     paths_[0].tail_size = static_cast<int>(std::min<std::size_t>(c.context.size(), kMostContext));
@@ -220,14 +234,16 @@ void TreeSearch::Scratch::run(SearchCase& c, std::span<const std::int32_t> eos, 
     const double weight = weights_[level];
     const int n = prepare_row(c.log_probs + std::size_t(level) * c.k, c.tokens + std::size_t(level) * c.k, k, level, eos);
     const bool last = level + 1 == d;
-    const bool continuity = (index != nullptr || c.text != nullptr) && (level > 0 || config_.ngram_at_level0);
+    const bool continuity = (index != nullptr || own_rows) && (level > 0 || config_.ngram_at_level0);
     if (index != nullptr && (continuity || !last))  // the states of the next level follow from it too
-      query_.score(*index, {states_.data(), static_cast<std::size_t>(num_states)}, wanted_, c.text == nullptr, rows_.data());
-    if (continuity && c.text != nullptr) {
+      query_.score(*index, {states_.data(), static_cast<std::size_t>(num_states)}, wanted_, !own_rows, rows_.data());
+    if (continuity && own_rows) {
       for (int b = 0; b < num_paths; ++b) {
         double* const row = rows_.data() + std::size_t(paths_[b].row) * n;
         if (index == nullptr) std::fill_n(row, n, 0.0);
-        mix_text(*c.text, paths_[b], index == nullptr, n, row);
+        if (c.text != nullptr) mix_text(*c.text, paths_[b], index == nullptr, n, row);
+        if (c.learned != nullptr)
+          mix_learned(c.learned + (std::size_t(level) * c.k + paths_[b].column) * c.k, index == nullptr && c.text == nullptr, n, row);
       }
       log_terms(rows_.data(), std::size_t(num_paths) * n, config_.ngram_weight, config_.eps);
     }
@@ -264,8 +280,8 @@ void TreeSearch::Scratch::run(SearchCase& c, std::span<const std::int32_t> eos, 
       const auto [sum, id] = level_best_.items[b];
       const Path& parent = paths_[beam_of_[id]];
       Path& path = next_paths_[b];
-      path = {sum, std::min(parent.rank, sum), id, b, parent.tail, parent.tail_size};
-      if (c.text != nullptr) {  // a row each: two paths that meet in the index may not in the text
+      path = {sum, std::min(parent.rank, sum), id, b, column_[column_of_[id]], parent.tail, parent.tail_size};
+      if (c.text != nullptr) {
         std::copy(path.tail.begin() + 1, path.tail.end(), path.tail.begin());
         path.tail.back() = candidates_[id].token;
         path.tail_size = std::min(path.tail_size + 1, kMostContext);
@@ -273,7 +289,7 @@ void TreeSearch::Scratch::run(SearchCase& c, std::span<const std::int32_t> eos, 
       if (index == nullptr) continue;
       const NgramState state = query_.next(parent.row, column_of_[id]);
       int r = 0;
-      if (c.text != nullptr) r = b;
+      if (own_rows) r = b;
       else while (r < num_states && next_states_[r] != state) ++r;
       if (r >= num_states) next_states_[num_states++] = state;
       path.row = r;

@@ -21,6 +21,7 @@ struct SearchConfig {
   double eps = 1e-10;           // inside both logarithms
   double backoff = 1.0;         // factor of g for each token of the context that is not used
   double text_weight = 0.5;     // of the text's own counts in g, where a text is given
+  double learned_weight = 0.5;  // of the learned continuity in g, where there is one
   bool ngram_at_level0 = false;
   bool softmax_over_kept = true;  // probabilities renormalised over the kept columns
 };
@@ -59,6 +60,9 @@ struct SearchCase {
   std::int32_t* out_parents = nullptr;
   float* out_scores = nullptr;
   std::int32_t found = 0;  // set by the search: nodes written, the root included
+  // (d, k, k) or null: [l, i, j] is a drafter's own g of column j of row l after column i of row l - 1; at level 0
+  // after the root, i = 0. g = (1 - learned_weight) * g of index and text + learned_weight * it; alone where they are not.
+  const float* learned = nullptr;
 };
 
 // Holds scratch, one for each thread: allocates while a call is larger than all before it, never after. One call at a

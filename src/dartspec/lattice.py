@@ -49,6 +49,8 @@ class SearchConfig:
     """Factor of g for each token of the context that is not used: 1 as the official program, less: stupid back-off."""
     text_weight: float = 0.5
     """Share of the text's own counts in g, where `build_tree` is given a text."""
+    learned_weight: float = 0.5
+    """Share of the learned continuity in g, where a drafter has one; without index and text it is all of g."""
     ngram_at_level0: bool = False
     """Whether the n-gram term counts at level 0 too (the paper: yes, the official program: no)."""
     softmax_over_kept: bool = True
@@ -59,7 +61,15 @@ class SearchConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= 1_000_000:
                 raise DartspecError(f"{name} is {value!r}, expected a whole number from {low} to 1000000")
-        for name in ("level_exponent", "logit_decay", "ngram_weight", "eps", "backoff", "text_weight"):
+        for name in (
+            "level_exponent",
+            "logit_decay",
+            "ngram_weight",
+            "eps",
+            "backoff",
+            "text_weight",
+            "learned_weight",
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise DartspecError(f"{name} is {value!r}, expected a finite number")
@@ -89,6 +99,7 @@ class SearchConfig:
             eps=self.eps,
             backoff=self.backoff,
             text_weight=self.text_weight,
+            learned_weight=self.learned_weight,
             ngram_at_level0=self.ngram_at_level0,
             softmax_over_kept=self.softmax_over_kept,
         )
@@ -131,6 +142,7 @@ def build_tree(
     config: SearchConfig,
     eos_ids: frozenset[int],
     text: _core.TextCounts | None = None,
+    learned: Tensor | None = None,
 ) -> TokenTree:
     """The best `budget` nodes of the lattice; at most, for a lattice can be smaller.
 
@@ -143,6 +155,8 @@ def build_tree(
     continuity: the n-gram index, or None for probabilities alone.
     eos_ids:    nothing is drafted after one of these.
     text:       the running text's own counts, mixed with the index (`config.text_weight`); alone where there is none.
+    learned:    (d, k, k) float32, a drafter's own g: [l, i, j] of column j of row l after column i of the row before,
+                at level 0 after the root, i = 0. Mixed with the others (`config.learned_weight`), or alone.
 
     Returns nodes by falling score, parents before children: any prefix of the tree is a tree, and the best of its
     size. Same input, same tree, on every machine. `scores` are the lowest of a path's cumulative sums of equation
@@ -164,6 +178,7 @@ def build_tree(
         _eos_array(eos_ids),
         None if continuity is None else continuity.core,
         text,
+        None if learned is None else _array(learned),
         out_tokens,
         out_parents,
         out_scores,
@@ -183,8 +198,10 @@ def build_trees(
     eos_ids: frozenset[int],
     texts: Sequence[_core.TextCounts | None] = (),
     threads: int = 1,
+    learned: Tensor | None = None,
 ) -> list[TokenTree]:
-    """`build_tree` for B sequences in one call: lattices (B, d, k), the rest one a sequence; `texts` may be empty.
+    """`build_tree` for B sequences in one call: lattices (B, d, k), `learned` (B, d, k, k) or None, the rest one a
+    sequence; `texts` may be empty.
 
     The last token of each context is its root. The trees do not depend on `threads`.
     """
@@ -217,6 +234,7 @@ def build_trees(
         _eos_array(eos_ids),
         None if continuity is None else continuity.core,
         list(texts),
+        None if learned is None else _array(learned),
         out_tokens,
         out_parents,
         out_scores,

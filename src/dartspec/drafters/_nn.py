@@ -12,7 +12,7 @@ from dartspec.device import fetch
 from dartspec.drafters._checkpoint import LayerConfig
 from dartspec.errors import DartspecError
 from dartspec.target.attention import attend
-from dartspec.types import Committed
+from dartspec.types import Committed, TargetView
 
 
 class RMSNorm(nn.Module):
@@ -262,13 +262,19 @@ class Head:
     Where the core can serve, with weights of 8 bits (half the memory to read; the text does not depend on drafts), and
     one pass over the logits instead of torch's sort and softmax.
 
-    weight: (V, H). forbidden: (V,) bool, ids never to be drafted, or None.
+    weight: (V, H). forbidden: (V,) bool, ids never to be drafted, or None. inner: applied to the rows first.
     """
 
     def __init__(
-        self, weight: Tensor, forbidden: Tensor | None, packed: bool, num_threads: int, bias: Tensor | None = None
+        self,
+        weight: Tensor,
+        forbidden: Tensor | None,
+        packed: bool,
+        num_threads: int,
+        bias: Tensor | None = None,
+        inner: Product | None = None,
     ) -> None:
-        self._bias = bias
+        self._bias, self._inner = bias, inner
         self._forbidden = forbidden if forbidden is not None and bool(forbidden.any()) else None
         self._size, self.num_threads = len(weight), num_threads
         self._int8: _core.Int8Linear | None = None
@@ -284,6 +290,7 @@ class Head:
         Where a row's logits are not finite, all of its log-probabilities are -inf. k is cut to V.
         """
         k = min(k, self._size)
+        x = x if self._inner is None else self._inner(x)
         if self._int8 is None:
             logits = self._product(x, float32=True)
             return self._by_torch(logits if self._bias is None else logits.add_(self._bias), k)
@@ -303,6 +310,7 @@ class Head:
 
     def likeliest_there(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """`likeliest` by torch alone, left where x lies; it can be recorded."""
+        x = x if self._inner is None else self._inner(x)
         return self._likeliest(self._product(x, float32=True), min(k, self._size))
 
     def _likeliest(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -315,6 +323,14 @@ class Head:
         # NaN sorts first, and infinity less infinity is NaN: the best entry tells
         log_probs = log_probs.masked_fill(~(log_probs[:, :1] > -1e30), float("-inf"))
         return log_probs, where.to(torch.int32)
+
+
+def head_rows(view: TargetView, ids: Tensor) -> Tensor:
+    """(V, H) float32 rows of the target's head, read through its public function: the images of the unit vectors."""
+    with torch.no_grad():
+        unit, ids = torch.eye(view.hidden_size, dtype=view.dtype, device=view.device), ids.to(view.device)
+        parts = [view.lm_head(some)[:, ids].T.float().cpu() for some in torch.split(unit, 64)]  # not all ids at once
+        return torch.cat(parts, dim=1).contiguous()
 
 
 class Prefix:

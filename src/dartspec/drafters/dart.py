@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from dartspec import _core
+from dartspec.drafters._bigram import Bigram, Continuity
 from dartspec.drafters._checkpoint import DraftNet, LayerConfig, NetConfig, check_target
 from dartspec.drafters._masks import attend_dense, attend_flex, layout
 from dartspec.drafters._nn import (
@@ -31,6 +32,7 @@ from dartspec.drafters._nn import (
     RMSNorm,
     attend_groups,
     attend_rows,
+    head_rows,
     rope_table,
     rotate,
     use_core,
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
     from dartspec.ngram.live import LiveText
 
 FORMS = ("", "block", "dense", "flex")
+HEADS = ("own", "target", "low_rank")
+OPTIONS = ("shifted", "head", "head_rank", "continuity_rank", "attention")
 PREFILL_ROWS = 512  # clean rows a chunk while a long prompt is read
 ROWS_A_BLOCK = 512  # queries of the block form that attend at once: no more scores than that by the length live
 FEW_ROWS = 32  # that many new rows go through one product together with the last one
@@ -63,6 +67,9 @@ class Config(LayerConfig):
     final_norm_twice: the official program applies the final norm twice; ours once.
     shifted: the last clean row predicts the next token and d - 1 masks the others (the paper's section 3.2); else d
            masks predict, and the last clean row nothing: what the paper compares with.
+    head:  "own": a matrix of its own. "target": the target's rows of the draft vocabulary, neither trained nor stored.
+           "low_rank": a matrix of its own, of rank `head_rank`.
+    continuity_rank: of the learned continuity (`_bigram`), which then replaces or joins the n-gram index; 0: none.
     """
 
     title: ClassVar[str] = "DART"
@@ -71,11 +78,26 @@ class Config(LayerConfig):
     mask: str = "pair"
     final_norm_twice: bool = False
     shifted: bool = True
+    head: str = "own"
+    head_rank: int = 0
+    continuity_rank: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.refuse_unless(self.mask in ("pair", "official"), f"mask is {self.mask!r}; must be 'pair' or 'official'")
         self.refuse_unless(isinstance(self.shifted, bool), f"shifted is {self.shifted!r}; must be true or false")
+        self.refuse_unless(self.head in HEADS, f"head is {self.head!r}; must be one of {', '.join(HEADS)}")
+        for name, least, most in (
+            ("head_rank", int(self.head == "low_rank"), self.hidden_size if self.head == "low_rank" else 0),
+            ("continuity_rank", 0, self.hidden_size),
+        ):
+            rank = getattr(self, name)
+            good = type(rank) is int and least <= rank <= most
+            self.refuse_unless(good, f"{name} is {rank!r}; must be {least} to {most} with the head {self.head!r}")
+        self.refuse_unless(
+            self.head != "target" or self.hidden_size == self.target_hidden_size,
+            f"the target's head is for rows of {self.target_hidden_size}, not of hidden_size {self.hidden_size}",
+        )
 
     @property
     def num_masks(self) -> int:
@@ -123,7 +145,13 @@ class DartNet(DraftNet):
         self.fc = nn.Linear(width, c.hidden_size, bias=False)
         self.layers = nn.ModuleList([DartLayer(c)])
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
+        if c.head != "target":
+            self.lm_head = nn.Linear(c.head_rank or c.hidden_size, c.draft_vocab_size, bias=False)
+        if c.head == "low_rank":
+            self.head_in = nn.Linear(c.hidden_size, c.head_rank, bias=False)
+        self.target_head: Tensor | None = None  # (V, H), where `head` is the target's; given, never saved
+        if c.continuity_rank:
+            self.continuity = Bigram(c.hidden_size, c.continuity_rank, c.draft_vocab_size)
         if c.mask == "pair":
             self.mask_embedding = nn.Parameter(torch.zeros(c.hidden_size))
             self.mask_features = nn.Parameter(torch.zeros(width))
@@ -133,6 +161,35 @@ class DartNet(DraftNet):
         layer = self.layers[0]
         assert isinstance(layer, DartLayer)
         return layer
+
+    @property
+    def by_vocabulary(self) -> tuple[str, ...]:
+        c = self.config
+        names = {"lm_head.weight": c.head != "target", "continuity.outer.weight": c.continuity_rank > 0}
+        return tuple(name for name, there in names.items() if there)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """(V, H), or (V, head_rank): the head of what `for_head` makes."""
+        if self.config.head != "target":
+            return self.lm_head.weight
+        if self.target_head is None:
+            raise DartspecError("this drafter has the target's head, and was not given it: load it with its target")
+        return self.target_head
+
+    def for_head(self, hidden: Tensor) -> Tensor:
+        """(n, H) -> (n, H) or (n, head_rank)."""
+        return self.head_in(hidden) if self.config.head == "low_rank" else hidden
+
+    def whole_head(self) -> Tensor:
+        """(V, H) one matrix, whichever the form."""
+        weight = self.head_weight.detach()
+        return weight @ self.head_in.weight.detach() if self.config.head == "low_rank" else weight
+
+    def converted(self, dtype: torch.dtype, device: torch.device) -> Self:
+        copy = super().converted(dtype, device)
+        copy.target_head = None if self.target_head is None else self.target_head.to(device, dtype)
+        return copy
 
     def clean_rows(self, features: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """(n, n_taps * H_target), (n, H) -> residual (n, H), attention input (n, 2H)."""
@@ -256,17 +313,26 @@ def start(s: Start) -> DartNet:
     Options: those of `Config`, and `attention`, the form of the training pass.
     """
     own = {k: v for k, v in s.options.items() if k != "attention"}
-    c = s._replace(options=own).config(Config, s.taps or default_taps(s.num_layers), ("shifted", "attention"))
+    c = s._replace(options=own).config(Config, s.taps or default_taps(s.num_layers), OPTIONS)
     net = DartNet(c)
     net.form = s.options.get("attention", "")
     if net.form not in FORMS:
         raise DartspecError(f"DART: attention is {net.form!r}; must be {', '.join(FORMS[1:])}, or empty")
     generator = draw(net, s)
     start_fused(net.layer, net.fc, s)
-    copy_head(net.lm_head.weight, s)
     with torch.no_grad():
         for p in (net.mask_embedding, net.mask_features):
             p.normal_(0.0, 0.02, generator=generator)
+        if c.head == "target":
+            net.target_head = s.head
+        elif c.head == "low_rank" and s.head.shape[1] == c.hidden_size:  # the nearest matrix of that rank
+            _, vectors = torch.linalg.eigh(s.head.T @ s.head)
+            net.head_in.weight.copy_(vectors[:, -c.head_rank :].T)
+            net.lm_head.weight.copy_(s.head @ vectors[:, -c.head_rank :])
+    if c.head == "own":
+        copy_head(net.lm_head.weight, s)
+    if c.continuity_rank:
+        net.continuity.start(generator)
     return net
 
 
@@ -277,9 +343,10 @@ def read(folder: Path) -> DartNet:
 def loss(net: DartNet, batch: Batch) -> Any:
     """Offset 1 at the `first` rows, offsets 2..d at a group of masks behind each anchor."""
     sequences, starts, d = batch.sequences, batch.starts, net.config.d
+    embeddings = batch.embed(torch.cat([s.ids[1:] for s in sequences]))
     rows = SharedRows(
         torch.cat([s.features[:-1].flatten(1) for s in sequences]),
-        batch.embed(torch.cat([s.ids[1:] for s in sequences])),
+        embeddings,
         [len(s.ids) - 1 for s in sequences],
         [s.first for s in sequences],
         [s.anchors for s in sequences],
@@ -287,16 +354,21 @@ def loss(net: DartNet, batch: Batch) -> Any:
     first, masks = net.shared_forward(rows)
     first_row = torch.cat([base + s.first for s, base in zip(sequences, starts, strict=True)])
     anchor = torch.cat([base + s.anchors for s, base in zip(sequences, starts, strict=True)])
-    return batch.loss(
-        [
-            Predicted(
-                torch.cat((first, masks.flatten(0, 1))),
-                net.lm_head.weight,
-                torch.cat((first_row, anchor.repeat_interleave(d - 1))),
-                torch.cat((torch.ones_like(first_row), torch.arange(2, d + 1).repeat(len(anchor)))),
-            )
-        ]
-    )
+    ones = torch.ones_like(first_row)
+    later = torch.arange(2, d + 1, device=anchor.device).repeat(len(anchor))
+    predicted = [
+        Predicted(
+            net.for_head(torch.cat((first, masks.flatten(0, 1)))),
+            net.head_weight,
+            torch.cat((first_row, anchor.repeat_interleave(d - 1))),
+            torch.cat((ones, later)),
+        )
+    ]
+    if net.config.continuity_rank:  # knows the token at j + 1 alone, and is taught what offset 1 of row j is taught
+        known = torch.cat([s.first + base - i for i, (s, base) in enumerate(zip(sequences, starts, strict=True))])
+        states = net.continuity.states(embeddings[known])
+        predicted.append(Predicted(states, net.continuity.outer.weight, first_row, ones, continuity=True))
+    return batch.loss(predicted)
 
 
 # --- decoding -------------------------------------------------------------------------------------------------------
@@ -306,7 +378,8 @@ class DartDrafter:
     """Drafts for any number of sequences, one forward a round over their newly committed rows and the masks.
 
     net:    its weights are copied, in the target's dtype and on its device.
-    index:  n-gram continuity, or None. search: the numbers of the tree search.
+    index:  n-gram continuity, or None; a learned one joins it, and replaces it where there is none or
+            `search.learned_weight` is 1. search: the numbers of the tree search.
     text:   the n-grams of the text at hand beside those of the index, or None; may be set at any time.
     search_ms: milliseconds spent in the tree search so far; the engine shows it as a stage of its own.
     """
@@ -341,7 +414,8 @@ class DartDrafter:
             self._mlp = Gated(layer.mlp, packed, threads)
             ids = net.target_ids().to(torch.int32)
             self._ids = ids.cpu()
-            self._head = Head(net.lm_head.weight, ids >= view.num_tokens, packed, threads)
+            inner = Product([net.head_in.weight], packed, threads) if c.head == "low_rank" else None
+            self._head = Head(net.head_weight, ids >= view.num_tokens, packed, threads, inner=inner)
             self._embedding_norm, self._feature_norm = (
                 Norm(layer.input_layernorm, packed),
                 Norm(layer.hidden_norm, packed),
@@ -352,6 +426,10 @@ class DartDrafter:
             m = c.num_masks
             self._mask_residual = residual.expand(m, -1).contiguous()
             self._mask_qkv = self._qkv(x).expand(m, -1).contiguous()
+            self.continuity: Continuity | None = None
+            if c.continuity_rank:
+                drafted = net.target_ids()
+                self.continuity = Continuity(net.continuity, view.embed(drafted), drafted.cpu(), c.vocab_size)
         self._layer = self._in_one_call() if packed and c.shifted else None
         self._cos, self._sin = rope_table(torch.arange(0, device=device), c.head_dim, c.rope_theta)
         # where the target's forwards are recorded (CUDA), so are the drafter's
@@ -406,6 +484,7 @@ class DartDrafter:
             return [root_only(int(one.history[-1])) for one in new]
         log_probs, tokens = self.lattice(new)
         began = time.perf_counter()
+        learned = self._learned(new, tokens) if self.continuity is not None else None
         trees = []
         for i, one in enumerate(new):
             context = one.history[-MOST_CONTEXT:].tolist()
@@ -420,10 +499,20 @@ class DartDrafter:
                     self.search,
                     self.view.eos_token_ids,
                     None if texts is None else texts[i],
+                    None if learned is None else learned[i],
                 )
             )
         self.search_ms += 1e3 * (time.perf_counter() - began)
         return trees
+
+    def _learned(self, new: Sequence[Committed], tokens: Tensor) -> Tensor:
+        """(B, d, k, k) what the learned continuity says of the lattices' (B, d, k) tokens."""
+        assert self.continuity is not None
+        table = self.continuity.table(tokens)
+        if self.search.ngram_at_level0:
+            roots = torch.stack([one.history[-1] for one in new]).to(self.view.device)
+            self.continuity.add_root(table, self.view.embed(roots), tokens)
+        return table
 
     # -- the network, incrementally ----------------------------------------------------------------------------------
 
@@ -560,7 +649,7 @@ class DartDrafter:
     def _last_rows(
         self, prefix: Prefix, features: Tensor, ids: Tensor, residual_out: Tensor, attended_out: Tensor
     ) -> None:
-        """The remaining clean rows and the masks; the last d of them are attended, (d, heads * dim), into the outputs."""
+        """The remaining clean rows and the masks; the last d are attended, (d, heads * dim), into the outputs."""
         c, n, at = self.config, len(ids), prefix.length
         heads, kv, dim, m = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.num_masks
         residual, x = self._inputs(features, ids)
@@ -596,6 +685,8 @@ def load(
         )
     net = source if isinstance(source, DartNet) else DartNet.from_folder(Path(source))
     check_target(net.config, view)
+    if net.config.head == "target":
+        net.target_head = head_rows(view, net.target_ids())
     if isinstance(index, Path | str):
         from dartspec.ngram import NgramIndex
 

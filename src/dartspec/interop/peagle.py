@@ -68,7 +68,14 @@ def export_peagle(
             f"{steps} tokens a round and mask token {mask_token_id}: the drafter predicts {c.d} positions, ids are "
             f"below {c.vocab_size}"
         )
-    weights = {n: t.detach() for n, t in net.state_dict().items() if n not in ("mask_embedding", "mask_features")}
+    ours = (
+        "mask_embedding",
+        "mask_features",
+        "lm_head.weight",
+        "head_in.weight",
+    )  # the learned continuity is for trees
+    weights = {n: t.detach() for n, t in net.state_dict().items() if n not in ours and not n.startswith("continuity.")}
+    weights["lm_head.weight"] = net.whole_head()
     table = embedding.detach().clone()
     table[mask_token_id] = net.mask_embedding.detach().to(table.dtype)
     taken = torch.zeros(c.vocab_size, dtype=torch.bool)
