@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dartspec import _core
 from dartspec.device import fetch
@@ -171,6 +173,11 @@ def attend_groups(
     on_clean, on_own = weights.split((clean.shape[-1], own.shape[-1]), dim=-1)
     out: Tensor = (on_clean.reshape(kv, group * n * m, k.shape[1]) @ v).view(kv, group, n, m, dim)
     return out.add(on_own @ own_v[:, None])
+
+
+def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same, keeping nothing between forward and backward but its arguments: it is computed again there."""
+    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
 
 
 # --- decoding: the same layers for a few rows, as few calls as possible ---------------------------------------------

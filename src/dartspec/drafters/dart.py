@@ -33,6 +33,7 @@ from dartspec.drafters._nn import (
     attend_groups,
     attend_rows,
     head_rows,
+    recomputed,
     rope_table,
     rotate,
     use_core,
@@ -137,6 +138,7 @@ class DartNet(DraftNet):
     config_class = Config
     config: Config
     form = ""  # of the training pass: block, dense or flex; empty: flex on CUDA, block elsewhere
+    recompute = False  # the block form's attention keeps no scores for the backward pass, but makes them again
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -268,6 +270,8 @@ class DartNet(DraftNet):
         queries = attn.q_proj(x[flat_first]).view(-1, heads, dim) if c.shifted else None
         mask_q, mask_k = attn.q_proj(mask_x).view(heads, dim), attn.k_proj(mask_x).view(kv, dim)
         mask_v = attn.v_proj(mask_x).view(kv, 1, 1, dim)
+        in_groups = recomputed(attend_groups) if self.recompute else attend_groups
+        in_rows = recomputed(attend_rows) if self.recompute else attend_rows
         # one table for all positions that occur: sequences start at 0, masks run on from their anchor
         cos, sin = rope_table(torch.arange(max(rows.lengths) + c.num_masks, device=x.device), dim, c.rope_theta)
 
@@ -282,7 +286,7 @@ class DartNet(DraftNet):
             own_v = mask_v.expand(kv, len(at), num_masks, dim)
             causal = torch.ones(n, num_masks, dtype=torch.bool, device=x.device).tril(skipped)
             q = q.permute(2, 3, 0, 1, 4)  # (kv, group, A, n, dim)
-            out = attend_groups(q, k[:, :end], v[:, :end], here <= anchors[:, None], own_k, own_v, causal)
+            out = in_groups(q, k[:, :end], v[:, :end], here <= anchors[:, None], own_k, own_v, causal)
             return out.permute(2, 3, 0, 1, 4).reshape(len(at) * n, heads * dim)
 
         out_first, out_masks, taken = [], [], 0
@@ -297,7 +301,7 @@ class DartNet(DraftNet):
                 q = rotate(queries[taken : taken + len(some)], cos[some][:, None], sin[some][:, None])
                 taken += len(some)
                 q = q.view(len(some), kv, heads // kv, dim).permute(1, 2, 0, 3)  # (kv, group, R, dim)
-                out = attend_rows(q, k[:, :end], v[:, :end], torch.arange(end, device=x.device) <= some[:, None])
+                out = in_rows(q, k[:, :end], v[:, :end], torch.arange(end, device=x.device) <= some[:, None])
                 out_first.append(out.permute(2, 0, 1, 3).reshape(len(some), heads * dim))
             for some in torch.split(anchors, max(1, ROWS_A_BLOCK // c.d)) if len(anchors) else ():
                 out_masks.append(behind(some, k, v, c.num_masks, c.num_masks - c.d + 1))

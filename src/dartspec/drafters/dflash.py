@@ -148,11 +148,12 @@ def loss(net: DFlashNet, batch: Batch) -> Any:
     heads, kv, dim, m = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.d + 1
     hidden, rows = [], []
     for s, base in zip(batch.sequences, batch.starts, strict=True):
-        length, n = len(s.ids) - 1, len(s.anchors)
-        cos, sin = rope_table(torch.arange(length + m), dim, c.rope_theta)
+        length, n, device = len(s.ids) - 1, len(s.anchors), s.ids.device
+        cos, sin = rope_table(torch.arange(length + m, device=device), dim, c.rope_theta)
+        own_allowed = torch.ones(m, m, dtype=torch.bool, device=device)
         context = net.hidden_norm(net.fc(s.features[:-1].flatten(1)))
-        seen = torch.arange(length)[None, :] <= s.anchors[:, None]
-        at = (s.anchors[:, None] + torch.arange(1, m + 1)).flatten()  # positions of the blocks
+        seen = torch.arange(length, device=device)[None, :] <= s.anchors[:, None]
+        at = (s.anchors[:, None] + torch.arange(1, m + 1, device=device)).flatten()  # positions of the blocks
         cos_at, sin_at = cos[at][:, None], sin[at][:, None]
         masks = net.mask_embedding.to(context.dtype).expand(n, c.d, -1)
         x = torch.cat((batch.embed(s.known(s.anchors, 1))[:, None].to(masks.dtype), masks), dim=1).flatten(0, 1)
@@ -163,12 +164,12 @@ def loss(net: DFlashNet, batch: Batch) -> Any:
             q = rotate(layer.queries(y), cos_at, sin_at).view(n, m, kv, heads // kv, dim).permute(2, 3, 0, 1, 4)
             own_k = rotate(layer.keys(y), cos_at, sin_at).view(n, m, kv, dim).permute(2, 0, 1, 3)
             own_v = layer.values(y).view(n, m, kv, dim).permute(2, 0, 1, 3)
-            out = attend_groups(q, keys, values, seen, own_k, own_v, torch.ones(m, m, dtype=torch.bool))
+            out = attend_groups(q, keys, values, seen, own_k, own_v, own_allowed)
             x = layer.finish(x, out.permute(2, 3, 0, 1, 4).reshape(n * m, heads * dim))
         hidden.append(x.view(n, m, -1)[:, 1:].flatten(0, 1))
         rows.append((base + s.anchors).repeat_interleave(c.d))
     row = torch.cat(rows)
-    offset = torch.arange(1, m).repeat(len(row) // c.d)
+    offset = torch.arange(1, m, device=row.device).repeat(len(row) // c.d)
     return batch.loss([Predicted(net.norm(torch.cat(hidden)), net.lm_head.weight, row, offset)])
 
 

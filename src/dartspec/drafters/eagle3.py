@@ -127,12 +127,12 @@ def loss(net: Eagle3Net, batch: Batch) -> Any:
     hidden, rows, offsets = [], [], []
     for s, base in zip(batch.sequences, batch.starts, strict=True):
         length = len(s.ids) - 1
-        cos, sin = rope_table(torch.arange(length + c.d), dim, c.rope_theta)
+        cos, sin = rope_table(torch.arange(length + c.d, device=s.ids.device), dim, c.rope_theta)
         features = net.fc(s.features[:-1].flatten(1))
         x = layer.inputs(batch.embed(s.ids[1:]), features)
         keys = rotate(by_head(attn.k_proj(x), kv), cos[:length, None], sin[:length, None]).transpose(0, 1)
         values = by_head(attn.v_proj(x), kv).transpose(0, 1)  # (kv, T - 1, dim)
-        here = torch.arange(length)
+        here = torch.arange(length, device=s.ids.device)
         asked = torch.cat((s.first, s.anchors))
         q = rotate(by_head(attn.q_proj(x[asked]), heads), cos[asked][:, None], sin[asked][:, None])
         out = attend_rows(grouped(q), keys, values, here[None, :] <= asked[:, None])
@@ -157,7 +157,7 @@ def loss(net: Eagle3Net, batch: Batch) -> Any:
                 seen,
                 torch.stack(own_k, dim=2),
                 torch.stack(own_v, dim=2),
-                torch.ones(1, step, dtype=torch.bool),
+                torch.ones(1, step, dtype=torch.bool, device=s.ids.device),
             )
             carried = layer.finish(carried, out[:, :, :, 0].permute(2, 0, 1, 3).reshape(len(at), heads * dim))
             hidden.append(carried)

@@ -179,7 +179,7 @@ def loss(net: HydraNet, batch: Batch) -> Any:
 
 def _prefixed(net: HydraNet, states: Tensor) -> Tensor:
     """(T, H) last states of a whole sequence -> (T, H)."""
-    layer, c, here = net.prefix.layer, net.config, torch.arange(len(states))
+    layer, c, here = net.prefix.layer, net.config, torch.arange(len(states), device=states.device)
     cos, sin = (x[:, None] for x in rope_table(here, c.head_dim, c.rope_theta))
     x = layer.input_layernorm(states)
     q = rotate(layer.queries(x), cos, sin)
