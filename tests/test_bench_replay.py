@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 import dartspec
 import tiny_cli
-from dartspec.bench.lattices import Capture, Replay, capture, replay
+from dartspec.accounting import Metrics, loop_start
+from dartspec.bench.lattices import Capture, Replay, best_chain, capture, chain_curve, recorded, replay
 from dartspec.bench.suites import Prompt
 from dartspec.cli.main import app
 from dartspec.errors import DartspecError
@@ -207,6 +208,42 @@ def test_dart_itself_is_replayed(lm: dartspec.LM, index: Path, tmp_path: Path, t
     assert total > (0 if temperature else 5)
 
 
+class FirstChoices(Guesser):
+    """Its first choice is the true token at 3 positions of 4."""
+
+    def _one(self, history: list[int]) -> tuple[Tensor, Tensor]:
+        log_probs, tokens = super()._one(history)
+        at = len(history)
+        text = next((t for t in self.texts if t[:at] == history), [])
+        for t, token in enumerate(text[at : at + self.d]):
+            if (at + t) % 4:
+                tokens[t] = torch.tensor([token, *(i for i in range(100, 110) if i != token)][: self.k])
+        return log_probs, tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_chain_is_what_the_engine_commits_of_first_choices(lm: dartspec.LM, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=40, ignore_eos=True)
+    guesser = FirstChoices(answers_of(lm, params))
+    curve = chain_curve(recorded(lm.with_drafter(guesser), PROMPTS, params))
+    assert list(curve) == [1, 2, 3, 4, 5]  # as far as it guesses
+    guesser.search = SearchConfig(top_k=1, beam=1)
+    for k, M in curve.items():
+        whole = []
+        for p in PROMPTS:
+            ids = lm.encode([{"role": "user", "content": p.turns[0]}]) if p.turns else list(p.ids)
+            done = lm.with_drafter(guesser, nodes=k).generate(ids, params=params)
+            start = loop_start(done.ids)
+            whole.append(done.metrics if start is None else done.metrics.before(start))
+        assert round(Metrics.merged(whole).M, 4) == M
+    assert curve[3] > curve[1] > 1
+
+
+def test_the_best_chain_is_the_longest_whose_last_draft_adds_enough() -> None:
+    assert best_chain({1: 1.56, 2: 1.75, 3: 1.82, 4: 1.84}) == 3
+    assert best_chain({1: 1.01, 2: 1.02}) == 1
+
+
 def test_the_context_is_as_long_as_the_index_reads(lm: dartspec.LM) -> None:
     """Four tokens, across the border of prompt and answer; the script before gave two and got another tree."""
     params = PARAMS["greedy"]
@@ -270,10 +307,20 @@ def test_the_verbs_capture_and_replay(tmp_path: Path, index: Path) -> None:
     made = run("capture", *args, "--temperature", "0,1", "--seed", "1,2", "--out", str(out))
     assert made.exit_code == 0, made.stderr
     assert json.loads(made.stdout.splitlines()[-1])["texts"] == 6
+    chain = json.loads(made.stdout.splitlines()[-1])["chain"]
+    assert list(chain) == [str(k) for k in range(1, len(chain) + 1)]
     grid = ("--search", "ngram_weight=0.5,2", "--search", "beam=4,20", "--index", str(index), "--index", "none")
     done = run("replay", str(out), *grid, "--nodes", "4,16", "--record", str(folder))
     assert done.exit_code == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert json.loads(done.stdout.splitlines()[-1])["chain"] == chain
+    ran = run(
+        "run", *args[:2], *args[4:], "--method", f"{folder}@4", "--chains", "--no-plain", "--out", str(tmp_path / "r")
+    )
+    assert ran.exit_code == 0, ran.stderr
+    (as_chain,) = json.loads((tmp_path / "r").read_text())["chains"]
+    assert as_chain["method"] == "dart"
+    assert list(as_chain["M"]) == list(chain)
     assert len(rows) == 2 * 4 * 2
     less = run("replay", str(out), "--nodes", "4", "--horizon", "1,2", "--text", "off,on")
     assert less.exit_code == 0, less.stderr

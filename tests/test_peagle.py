@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import tiny_cli
+from dartspec.bench.lattices import best_chain
 from dartspec.cli.main import app
 from dartspec.drafters.dart import Config, DartDrafter, DartNet
 from dartspec.errors import DartspecError
@@ -95,15 +96,19 @@ def test_the_masks_token_is_one_that_no_text_holds() -> None:
 
 
 def test_convert_writes_it_and_says_how_to_serve_it(tmp_path: Path) -> None:
-    model = tiny_cli.save(tmp_path / "model", num_hidden_layers=7)
+    model = tiny_cli.save(tmp_path / "model", num_hidden_layers=7, max_position_embeddings=4096)
     made(target().vocab_size).save(tmp_path / "ours")
     arguments = ["convert", tmp_path / "ours", tmp_path / "out", "--model", model, "--to", "peagle", "--json"]
     done = CliRunner().invoke(app, [str(a) for a in arguments])
     assert done.exit_code == 0, done.output
     facts = json.loads(done.stdout.splitlines()[-1])
     assert facts["serve"] == f"vllm serve {tmp_path / 'out'}"
-    assert facts["steps"] == 4
+    curve = [facts["M_as_a_chain"][str(k)] for k in (1, 2, 3, 4)]
+    assert 1 <= curve[0] <= curve[3] < 5
+    assert facts["steps"] == best_chain(dict(enumerate(curve, 1)))
     assert inspect(tmp_path / "out").layout.name == "speculators-peagle"
+    done = CliRunner().invoke(app, [str(a) for a in [*arguments, "--steps", 3]])
+    assert json.loads(done.stdout.splitlines()[-1])["steps"] == 3
     done = CliRunner().invoke(app, [str(a) for a in [*arguments, "--steps", 9]])
     assert done.exit_code == 2
     done = CliRunner().invoke(app, [str(a) for a in [*arguments[:-2], "onnx"]])

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from dartspec.api import LM
 
 FORMAT = "dartspec capture 1"
+LONGEST_CHAIN = 7  # servers that verify chains draft no more
+WORTH = 0.05  # tokens a round that one more draft must add: it is another row of the target's forward
 
 
 @dataclass(frozen=True)
@@ -278,3 +280,24 @@ def replay(
                 "rounds": [m.num_rounds for m in cut],
                 "committed": [sum(r.num_committed for r in m.rounds) for m in cut],
             }
+
+
+def chain_curve(data: Capture) -> dict[int, float]:
+    """M of the drafter's first choices as a chain of 1 to 7 tokens, without index or tree: what servers verify that
+    know no trees. Loops are cut."""
+    deepest = max((t.tokens.shape[1] for t in data.texts if t.tokens.dim() == 3), default=0)
+    lengths = range(1, min(LONGEST_CHAIN, deepest) + 1)
+    return {r["nodes"]: r["M"] for r in replay(data, {"none": None}, {"chain": SearchConfig(top_k=1, beam=1)}, lengths)}
+
+
+def best_chain(curve: Mapping[int, float]) -> int:
+    """The longest chain whose last draft still adds a twentieth of a token."""
+    return max((k for k in curve if k > 1 and curve[k] - curve[k - 1] >= WORTH), default=1)
+
+
+def recorded(
+    lm: LM, prompts: Sequence[Prompt], params: SamplingParams, facts: Mapping[str, Any] | None = None
+) -> Capture:
+    """The capture of these prompts, in memory."""
+    texts = list(capture(lm, prompts, params))
+    return Capture(texts, frozenset(lm.target.eos_token_ids), lm.text.fingerprint, facts or {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_module
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -86,6 +86,12 @@ def run(
     texts: Annotated[
         bool, typer.Option("--texts", help="Keep every text, for bench table --format spec-bench.")
     ] = False,
+    chains: Annotated[
+        bool,
+        typer.Option(
+            "--chains", help="M as a chain of 1 to 7 first choices too: for drafters that guess all positions at once."
+        ),
+    ] = False,
     plain: Annotated[bool, typer.Option("--plain/--no-plain", help="Plain decoding too, or A and M only.")] = True,
     model: o.ModelOption = None,
     dtype: o.DtypeOption = None,
@@ -135,7 +141,7 @@ def run(
     )
     term = Terminal(json=json, no_color=no_color)
     loading = o.Loading(model, "none", "auto", "0", dtype, device, None, fast)
-    _run("run", config, loading, out, mixed_code, dry_run, term)
+    _run("run", config, loading, out, mixed_code, dry_run, term, chains=chains)
 
 
 @app.command()
@@ -598,7 +604,7 @@ def capture(
     """
     from rich.progress import track
 
-    from dartspec.bench.lattices import Capture
+    from dartspec.bench.lattices import Capture, chain_curve
     from dartspec.bench.lattices import capture as record
     from dartspec.bench.suites import load_suites
     from dartspec.types import SamplingParams
@@ -621,8 +627,9 @@ def capture(
     data = Capture(texts, frozenset(lm.target.eos_token_ids), lm.text.fingerprint, facts)
     data.save(out)
     positions = sum(len(t.tokens) for t in texts)
-    term.say(f"{len(texts)} answers, {positions} positions: {out}")
-    _last_line({"out": str(out), "texts": len(texts), "positions": positions, "provenance": facts})
+    chain = chain_curve(data)
+    term.say(f"{len(texts)} answers, {positions} positions: {out}; M as a chain: {_chain(chain)}")
+    _last_line({"out": str(out), "texts": len(texts), "positions": positions, "chain": chain, "provenance": facts})
 
 
 @app.command()
@@ -662,7 +669,7 @@ def replay(
 
     from rich.progress import track
 
-    from dartspec.bench.lattices import Capture
+    from dartspec.bench.lattices import Capture, chain_curve
     from dartspec.bench.lattices import replay as replayed
     from dartspec.bench.provenance import provenance, save_result
     from dartspec.bench.stats import rate_ratio
@@ -707,7 +714,9 @@ def replay(
         how += ["running text"] if own[0].get("text") else []
         table.add_row(own[0]["index"], ", ".join(how), *(f"{r['M']:.3f}" for r in own), ratio)
     _print(table, term)
-    result = {"kind": "replay", "capture": data.facts, "rows": rows, "provenance": provenance()}
+    chain = chain_curve(data)
+    term.say(f"as a chain, without index: {_chain(chain)}")
+    result = {"kind": "replay", "capture": data.facts, "rows": rows, "chain": chain, "provenance": provenance()}
     if out is not None:
         save_result(out, result)
     if record is not None:
@@ -715,7 +724,7 @@ def replay(
         config["acceptance"] = {"0": 1.0} | {str(r["nodes"]): round(r["M"], 3) for r in rows[: len(sizes)]}
         save_result(record / "config.json", config)
     brief = ("index", "search", "horizon", "text", "nodes", "A", "M", "uncut_M", "against_first")
-    _last_line({"texts": len(data.texts), "rows": [{k: r[k] for k in brief if k in r} for r in rows]})
+    _last_line({"texts": len(data.texts), "chain": chain, "rows": [{k: r[k] for k in brief if k in r} for r in rows]})
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:
@@ -737,6 +746,8 @@ def _run(
     mixed_code: bool,
     dry_run: bool,
     term: Terminal,
+    *,
+    chains: bool = False,
 ) -> None:
     """Both verbs: the cells, the journal, the result, the table."""
     from dataclasses import replace
@@ -789,8 +800,11 @@ def _run(
     if out is not None:
         journal = _journal(out, {"kind": kind, **settings, **facts}, len(cells), mixed_code, term)
     reliability: dict[str, list[list[float]]] = {}
+    as_chains: list[dict[str, Any]] = []
 
     def collect(lms: Mapping[str, LM]) -> None:
+        if chains and not as_chains:
+            as_chains.extend(_as_chains(lms, config, [p for own in suites.values() for p in own]))
         reliability.update({label: bins for label, lm in lms.items() if (bins := reliability_of(lm))})
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -804,12 +818,16 @@ def _run(
     result: dict[str, Any] = {"kind": kind, "config": settings, "rows": rows(records)}
     if reliability:
         result["reliability"] = reliability
+    if chains:
+        result["chains"] = as_chains
     if kind == "load":
         entries = against_best_fixed(records)
         result["auto"] = entries
         result["over_cells"] = {n: over_cells(entries, n) for n in ("against_plain", "against_best_fixed")}
     result |= {"records": records, "provenance": provenance(**facts, **(journal.facts() if journal else {}))}
     (_load_table if kind == "load" else _run_table)(result, term)
+    for row in as_chains:
+        term.say(f"{row['method']} as a chain, T = {row['temperature']:g}: {_chain(row['M'])}")
     if out is not None and journal is not None:
         save_result(out, result)
         journal.path.unlink()
@@ -817,6 +835,27 @@ def _run(
     _last_line(
         {k: result[k] for k in ("kind", "over_cells", "auto", "rows") if k in result} | {"out": out and str(out)}
     )
+
+
+def _as_chains(lms: Mapping[str, LM], config: RunConfig, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+    """M as a chain of each drafter and temperature; drafters that guess token by token are left out."""
+    from dartspec.bench.lattices import chain_curve, recorded
+    from dartspec.types import SamplingParams
+
+    made, seen = [], set()
+    for lm in lms.values():
+        if lm.drafter_name in seen or not hasattr(lm.drafter, "lattice"):
+            continue
+        seen.add(lm.drafter_name)  # its tree sizes share the guesses
+        for temperature in config.temperatures:
+            params = SamplingParams(temperature=temperature, seed=config.seeds[0], max_tokens=config.max_tokens)
+            curve = chain_curve(recorded(lm, prompts, params))
+            made.append({"method": lm.drafter_name, "temperature": temperature, "M": curve})
+    return made
+
+
+def _chain(curve: Mapping[int, float]) -> str:
+    return ", ".join(f"k = {k} {M:.2f}" for k, M in curve.items())
 
 
 def _facts(lm: LM) -> dict[str, Any]:
