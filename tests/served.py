@@ -79,7 +79,10 @@ class Served:
     def half_open(self, body: dict[str, Any], path: str = "/v1/chat/completions") -> socket.socket:
         """A connection on which a request was sent and nothing is read."""
         data = json.dumps(body).encode()
-        made = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
+        made = socket.socket()
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # little is on its way: a writer soon waits
+        made.settimeout(PATIENCE_S)
+        made.connect(("127.0.0.1", self.port))
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         made.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         return made

@@ -496,6 +496,12 @@ def test_other_content_types_paths_and_methods_are_refused(served: Served) -> No
         assert answer.json()["error"]["message"]
 
 
+def test_more_answers_than_may_wait_are_refused(served: Served) -> None:
+    answer = served.post("/v1/completions", {"prompt": ["x"] * 33, "n": 2})
+    assert answer.status_code == 400
+    assert "66 answers" in answer.json()["error"]["message"]
+
+
 def test_longest_prompt_and_answer_fit_exactly(served: Served) -> None:
     text = "x" * 127
     assert served.post("/v1/completions", {"prompt": text, "max_tokens": 9}).json()["usage"]["completion_tokens"] == 1

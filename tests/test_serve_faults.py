@@ -114,16 +114,19 @@ def test_a_client_that_vanishes_from_the_queue_leaves_it(folder: Path) -> None:
 
 
 def test_a_slow_reader_holds_up_nobody(folder: Path) -> None:
-    with Served(tiny_lm(folder), timeout_s=5.0) as served:
+    with Served(tiny_lm(folder)) as served:
+        patient = served.service.settings
+        served.service.settings = replace(patient, timeout_s=3.0)
         # far more than the sockets hold: every round's tree, for sixteen answers
         body = chat("slow", n=16, temperature=0, ignore_eos=True, stream=True, logprobs=True, top_logprobs=20)
         readers = [served.half_open(body) for _ in range(3)]
         wait_until(lambda: len(served.service.jobs) == 3)
+        served.service.settings = patient
         [right] = plainly(served.lm, chat("hello")["messages"], max_tokens=9)
         answer = served.post(body=chat("hello", max_tokens=9, temperature=0))
         assert answer.json()["choices"][0]["message"]["content"] == right
         wait_until(lambda: served.in_use == 0)  # they are decoded although nobody reads
-        wait_until(lambda: not served.service.jobs)  # and given up in the end
+        wait_until(lambda: not served.service.jobs)  # and given up when their time is over
         for reader in readers:
             reader.close()
 
@@ -412,7 +415,9 @@ def test_an_index_of_another_tokenizer_is_not_taken(folder: Path, tmp_path: Path
         assert served.post(body=chat("x", max_tokens=3)).status_code == 200
 
 
-def test_an_index_that_is_cut_off_in_place_makes_drafts_worse_and_no_more(folder: Path, tmp_path: Path) -> None:
+def test_an_index_that_is_cut_off_in_place_makes_drafts_worse_and_no_more(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     plain = tiny_lm(folder)
     path = tmp_path / "x.ngram"
     chance = random.Random(0)
@@ -428,6 +433,7 @@ def test_an_index_that_is_cut_off_in_place_makes_drafts_worse_and_no_more(folder
             answer = served.post(body=chat(text, max_tokens=60, seed=2)).json()
             assert answer["choices"][0]["message"]["content"] == right
         assert served.metrics()["dartspec:index_lost_pages_total"] > 0
+    assert len([r for r in caplog.records if "was cut off" in r.getMessage()]) == 1
 
 
 def test_reload_needs_a_key(served: Served) -> None:
@@ -511,7 +517,7 @@ def test_closed_lanes_end_what_they_hold(folder: Path) -> None:
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     made = JsonLines()
-    return [json.loads(made.format(r)) for r in caplog.records if r.name.startswith("dartspec")]
+    return [json.loads(made.format(r)) for r in caplog.records if r.getMessage() == "request"]
 
 
 def test_logs_hold_numbers_and_no_text(served: Served, caplog: pytest.LogCaptureFixture) -> None:

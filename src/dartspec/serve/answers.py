@@ -70,7 +70,7 @@ class Shapes:
         include_usage: bool = False,
     ) -> None:
         self.text, self.chat, self.drafter, self.seed = text, chat, drafter, seed
-        self._include_usage = include_usage
+        self.include_usage = include_usage
         self._head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{number}",
             "created": int(time.time()),
@@ -102,7 +102,7 @@ class Shapes:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         said = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
         choice = {"index": index, **said, "logprobs": log_probs, "finish_reason": finish}
-        usage = {"usage": None} if self._include_usage else {}
+        usage = {"usage": None} if self.include_usage else {}
         return {**self._head, "object": kind, "choices": [choice], **usage}
 
     def closing(self, choices: Sequence[Choice], num_prompt: int) -> dict[str, Any]:

@@ -115,6 +115,7 @@ def create(service: Service) -> Gate:
         _check_model(service, body)
         params = body.sampling(service.max_length)
         _log_prompt(service, request, body.prompt)
+        service.check_count(len(body.prompts) * body.num_choices)
         prompts = []
         for prompt in body.prompts:
             prompts.append(await _read(service, lambda prompt=prompt: lm.encode(prompt), "prompt"))  # type: ignore[misc]
@@ -249,25 +250,26 @@ async def _read(service: Service, work: Callable[[], list[int]], param: str) -> 
 async def _generate(
     service: Service, request: Request, body: Sampling, prompts: list[list[int]], params: Any, *, chat: bool
 ) -> Response:
+    facts, lm = request.scope["facts"], service.lm
+    shapes = Shapes(
+        lm.text,
+        chat=chat,
+        number=facts["request_id"],
+        model=service.model_name,
+        fingerprint=f"fp_{lm.target.weights_fingerprint}",
+        drafter=service.drafter(body.wanted_drafter),
+        seed=params.seed,
+        include_usage=body.include_usage,
+    )
     job = await service.submit(
         prompts,
         params,
         n=body.num_choices,
-        drafter=body.wanted_drafter,
+        drafter=shapes.drafter,
         rounds=body.rounds,
         arrived=request.scope["arrived"],
     )
-    shapes = Shapes(
-        service.lm.text,
-        chat=chat,
-        number=request.scope["facts"]["request_id"],
-        model=service.model_name,
-        fingerprint=service.fingerprint,
-        drafter=job.drafter,
-        seed=params.seed,
-        include_usage=body.include_usage,
-    )
-    return Reply(service, job, shapes, request.scope["facts"], stream=bool(body.stream), rounds=body.rounds)
+    return Reply(service, job, shapes, facts, stream=bool(body.stream), rounds=body.rounds)
 
 
 class Reply(Response):
@@ -333,7 +335,7 @@ class Reply(Response):
             self._facts["error"] = error.message
             yield b"data: " + safe_json(error.body) + b"\n\n"
             return
-        if shapes._include_usage:
+        if shapes.include_usage:
             yield event(shapes.closing(job.choices, job.num_prompt))
         yield DONE
 

@@ -205,7 +205,7 @@ class Service:
         self.state, self.stage = "starting", "starting"
         self.started = int(time.time())
         self.plain_tokens_per_s: float | None = None
-        self._index_lost = 0  # pages
+        self._index_lost, self._index_warned = _core.num_lost_pages(), False
         self.max_length = 0  # tokens that a text may have, prompt and answer
         self._lm: LM | None = None
         self._lanes: Lanes | None = None
@@ -272,10 +272,6 @@ class Service:
         return self.settings.name or (self._lm.target.name if self._lm else "")
 
     @property
-    def fingerprint(self) -> str:
-        return f"fp_{self.lm.target.weights_fingerprint}"
-
-    @property
     def default(self) -> str:
         """The drafter of requests that name none."""
         assert self._lm is not None
@@ -322,15 +318,15 @@ class Service:
         board.plain.set(self.plain_tokens_per_s or 0.0)
 
     def watch_index(self) -> None:
-        """Says once where an index was cut off while it was open."""
+        """Says, once until the next reload, where an index was cut off while it was open."""
         lost = _core.num_lost_pages()
-        if lost and not self._index_lost:
+        self.board.lost.set(lost)
+        if lost > self._index_lost and not self._index_warned:
+            self._index_warned = True
             _log.warning(
                 "an index file was cut off while it was open: drafts are worse, the text is the same; replace files by "
                 "renaming, and reload"
             )
-        self._index_lost = lost
-        self.board.lost.set(lost)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -344,17 +340,14 @@ class Service:
         params: SamplingParams,
         *,
         n: int,
-        drafter: str | None,
+        drafter: str,
         rounds: bool,
         arrived: float,
     ) -> Job:
         """n answers to each prompt, prompt by prompt; all or none. Raises `ApiError`."""
-        name = self._drafter(drafter)
         requests = [Request(prompt, params, sample) for prompt in prompts for sample in range(n)]
-        most = self.settings.limits.num_waiting
-        if len(requests) > most:
-            raise bad(f"{len(requests)} answers were asked for at once; {most} may be", "n" if n > 1 else "prompt")
-        lanes = self.lanes
+        self.check_count(len(requests))
+        name, lanes = drafter, self.lanes
         try:
             if name not in lanes.schedulers:
                 await asyncio.get_running_loop().run_in_executor(self._maker, lanes.scheduler, name)
@@ -378,7 +371,13 @@ class Service:
         board.asked_n.observe(n)
         return job
 
-    def _drafter(self, wanted: str | None) -> str:
+    def check_count(self, num_answers: int) -> None:
+        """Refuses more answers at once than could ever wait."""
+        if num_answers > (most := self.settings.limits.num_waiting):
+            raise bad(f"{num_answers} answers were asked for at once; {most} may be: ask for fewer", "n")
+
+    def drafter(self, wanted: str | None) -> str:
+        """The drafter meant. Raises `ApiError` where it is not offered."""
         name = self.default if wanted in (None, "auto") else "plain" if wanted == "none" else wanted
         assert name is not None
         if name not in self.drafters:
@@ -407,6 +406,7 @@ class Service:
                 raise bad(f"nothing was reloaded: {error}", code="reload_failed") from error
             raise
         self.board.reloads.add(result="done")
+        self._index_lost, self._index_warned = _core.num_lost_pages(), False
         _log.info("reloaded", extra={"drafter": self.default})
         return {"reloaded": self.default}
 

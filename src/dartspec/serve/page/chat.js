@@ -49,6 +49,12 @@ export class Chat {
     this.log.scrollTop = this.log.scrollHeight;
   }
 
+  /** The conversation was deleted: what is still being written of it is not kept either. */
+  forget() {
+    this.chat.id = null;
+    this.begin(null);
+  }
+
   welcome() {
     const ask = (text) => h("button", { type: "button", class: "example", onclick: () => this.send(text) }, text);
     return h(
@@ -131,7 +137,7 @@ export class Chat {
     message.note = note(run);
     if (run.text) chat.messages.push(message); // an answer that never began leaves no gap in the conversation
     chat.when = Date.now();
-    if (!keepChat(chat)) byId("storage-note").hidden = false;
+    if (chat.id && !keepChat(chat)) byId("storage-note").hidden = false;
     if (this.abort !== abort) return; // another conversation has begun
     this.abort = null;
     this.showActions();

@@ -122,7 +122,7 @@ function listChats() {
   const entries = readChats().map((kept) => {
     const remove = iconButton("delete", `Delete “${kept.title}”`, () => {
       forgetChat(kept.id);
-      if (kept.id === chat.chat.id) chat.begin(null);
+      if (kept.id === chat.chat.id) chat.forget();
       listChats();
     });
     const when = h("time", {}, new Date(kept.when).toLocaleDateString(undefined, { dateStyle: "medium" }));
@@ -139,7 +139,7 @@ byId("open-history").addEventListener("click", () => {
 });
 byId("forget-all").addEventListener("click", () => {
   forgetAll();
-  chat.begin(null);
+  chat.forget();
   listChats();
 });
 byId("new-chat").addEventListener("click", () => {
