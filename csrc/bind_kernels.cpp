@@ -7,6 +7,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -22,6 +23,7 @@ using namespace nb::literals;
 namespace {
 
 using FloatVector = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using IdVector = nb::ndarray<std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void bind_noise(nb::module_& m) {
   m.def("philox4x32_10", &dartspec::philox4x32_10, "counter"_a, "key"_a,
@@ -37,6 +39,17 @@ void bind_noise(nb::module_& m) {
       "out[v] comes from word v % 4 of the Philox4x32-10 block with key (seed low, seed high) and counter\n"
       "(v // 4, position, sample low, sample high), each a 32-bit word: w = (word + 0.5) * 2**-32 rounded to float32\n"
       "and clamped to at most 1 - 2**-24. So 2**-33 <= w < 1, and the Gumbel value -log(-log1p(-w)) is finite.");
+  m.def(
+      "gumbel_contenders",
+      [](std::uint64_t seed, std::uint64_t sample, std::uint32_t position, FloatVector row, IdVector ids, FloatVector w) {
+        nb::gil_scoped_release release;
+        return dartspec::gumbel_contenders(seed, sample, position, {row.data(), row.size()}, {ids.data(), ids.size()},
+                                           {w.data(), std::min(w.size(), ids.size())});
+      },
+      "seed"_a, "sample"_a, "position"_a, "row"_a.noconvert(), "ids"_a.noconvert(), "w"_a.noconvert(),
+      "The few v that can be the argmax of `row` (V,) float32 plus its Gumbel noise: their ids, ascending, into `ids`\n"
+      "(n,) int64, and their `philox_uniform` numbers into `w` (n,) float32, of equal length.\n\n"
+      "Returns how many there are. 0 or less: they did not fit, or the row holds a NaN, an infinity or nothing to pick.");
 }
 
 using Address = std::uintptr_t;  // tensor.data_ptr()

@@ -245,3 +245,27 @@ def test_a_nucleus_of_a_large_vocabulary_is_that_of_a_full_sort(top_p: float, sc
         assert torch.equal(got[kept], row[kept])
     nothing = torch.full((8 * sampling.NUCLEUS,), torch.nan)
     assert filter_logits(nothing, SamplingParams(temperature=1.0, top_p=0.5)).isnan().any()
+
+
+@pytest.mark.parametrize("size", [1, 5, 16, 63, 1000, 4099])
+@pytest.mark.parametrize("scale", [0.0, 0.5, 4.0, 300.0])
+def test_a_pick_from_the_few_that_can_win_is_the_argmax_of_all(size: int, scale: float) -> None:
+    generator = torch.Generator().manual_seed(size)
+    for seed in range(25):
+        sampler = Sampler(SamplingParams(temperature=0.7, seed=seed), size, 1, sample=seed % 3)
+        row = torch.randn(size, generator=generator) * scale - 3 * scale
+        row[torch.rand(size, generator=generator) < 0.3] = -torch.inf
+        row[seed % size] = row.max() if bool(row.max() > -torch.inf) else 0.0  # at least one, and often a tie
+        history = list(range(1 + seed))
+        assert sampler._likely_pick(sampler.process(row, history), len(history)) is not None
+        assert sampler.pick(row, history) == int(sampler.perturbed(row, history).argmax())
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_a_row_without_a_token_to_pick_is_an_error_when_sampling(value: float) -> None:
+    sampler = Sampler(SamplingParams(temperature=1, seed=3), 40, 1)
+    row = torch.zeros(40)
+    row[7 if value != value else slice(None)] = value
+    assert sampler._likely_pick(row, 1) is None
+    with pytest.raises(DartspecError, match="no token can follow"):
+        sampler.pick(row, [0])

@@ -74,10 +74,30 @@ DARTSPEC_SIMD_INLINE void transpose(const __m512i (&r)[16], __m512i (&out)[16]) 
   }
 }
 
+// What will be read soon: `lines` cache lines of each key or value, `stride` elements from one to the next. A stream of
+// one sequence and head is too short for the processor to run ahead in it by itself.
+template <class T>
+struct Soon {
+  const T* at = nullptr;
+  std::int64_t stride = 0;
+  int lines = 0;
+
+  DARTSPEC_SIMD_INLINE void fetch(std::int64_t j) const {
+    for (int i = 0; i < lines; ++i) _mm_prefetch(reinterpret_cast<const char*>(at + j * stride) + 64 * i, _MM_HINT_T1);
+  }
+};
+
+template <class T>
+constexpr int lines_of(std::int64_t dim) {
+  return static_cast<int>((dim * static_cast<std::int64_t>(sizeof(T)) + 63) / 64);
+}
+
 // Keys [first, first + count) as a panel: word p of key j at panel[(p * kBlock + j) * values per word]; zeros after.
 template <class T>
-DARTSPEC_SIMD void pack_keys(const T* k, std::int64_t stride, std::int64_t count, std::int64_t dim, T* panel) {
+DARTSPEC_SIMD void pack_keys(const T* k, std::int64_t stride, std::int64_t count, std::int64_t dim, T* panel,
+                             Soon<T> soon) {
   constexpr int kValues = 16 * kPerWord<T>;  // of one register
+  for (std::int64_t j = 0; j < count; ++j) soon.fetch(j);
   for (std::int64_t d = 0; d < dim; d += kValues) {
     const std::int64_t words = std::min<std::int64_t>(16, (dim - d + kPerWord<T> - 1) / kPerWord<T>);
     for (std::int64_t j = 0; j < kBlock; j += 16) {
@@ -157,12 +177,13 @@ DARTSPEC_SIMD float softmax_row(const AttentionArgs& a, float* scores, std::int6
 // One block of keys onto R rows' outputs: acc[r] += weight[r][j] * v[j] for each seen key j in ascending order.
 template <class T, int R, int NZ>
 DARTSPEC_SIMD_INLINE void add_values(__m512 (&acc)[R][NZ], const float* weights, const std::uint64_t* seen, const T* v,
-                                     std::int64_t stride, const __mmask16 (&lanes)[NZ]) {
+                                     std::int64_t stride, const __mmask16 (&lanes)[NZ], Soon<T> soon) {
   std::uint64_t all = ~std::uint64_t{0}, any = 0;
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) all &= seen[r], any |= seen[r];
   for (; any != 0; any &= any - 1) {
     const int j = __builtin_ctzll(any);
+    soon.fetch(j);
     __m512 value[NZ];
 #pragma GCC unroll 4
     for (int z = 0; z < NZ; ++z) value[z] = load(v + j * stride + 16 * z, lanes[z]);
@@ -188,7 +209,7 @@ DARTSPEC_SIMD_INLINE void add_values(__m512 (&acc)[R][NZ], const float* weights,
 // Columns [d, d + 16 NZ) of R rows' outputs.
 template <class T, int R, int NZ>
 DARTSPEC_SIMD void output_rows(const Job& job, const Segment& segment, Scratch<T>& s, std::int64_t row,
-                               std::int64_t d) {
+                               std::int64_t d, Soon<T> soon) {
   const AttentionArgs& a = job.args;
   const std::int64_t num_rows = segment.end - segment.first, group = a.heads / a.kv_heads;
   const T* v = static_cast<const T*>(a.v) + segment.batch * a.v_stride[0] + segment.kv_head * a.v_stride[1] + d;
@@ -203,13 +224,15 @@ DARTSPEC_SIMD void output_rows(const Job& job, const Segment& segment, Scratch<T
   for (std::size_t b = 0; b < s.blocks.size(); ++b) {
     const std::size_t at = b * static_cast<std::size_t>(num_rows) + static_cast<std::size_t>(row);
     add_values<T, R, NZ>(acc, s.scores.data() + at * kBlock, s.seen.data() + at,
-                         v + s.blocks[b] * kBlock * a.v_stride[2], a.v_stride[2], lanes);
+                         v + s.blocks[b] * kBlock * a.v_stride[2], a.v_stride[2], lanes,
+                         {soon.at + s.blocks[b] * kBlock * soon.stride, soon.stride, soon.lines});
   }
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) {
     const std::int64_t index = segment.first + row + r, n = index / group;
     const std::int64_t head = segment.kv_head * group + index % group;
-    T* out = static_cast<T*>(a.out) + segment.batch * a.out_stride[0] + head * a.out_stride[1] + n * a.out_stride[2] + d;
+    T* out = static_cast<T*>(a.out) + segment.batch * a.out_stride[0] + head * a.out_stride[1];
+    out += n * a.out_stride[2] + d;
     const __m512 inverse = _mm512_set1_ps(s.inverse[static_cast<std::size_t>(row + r)]);
 #pragma GCC unroll 4
     for (int z = 0; z < NZ; ++z) {
@@ -222,11 +245,11 @@ DARTSPEC_SIMD void output_rows(const Job& job, const Segment& segment, Scratch<T
 
 template <class T, int NZ>
 void output_group(const Job& job, const Segment& segment, Scratch<T>& s, std::int64_t row, std::int64_t count,
-                  std::int64_t d) {
-  using Output = void (*)(const Job&, const Segment&, Scratch<T>&, std::int64_t, std::int64_t);
+                  std::int64_t d, Soon<T> soon) {
+  using Output = void (*)(const Job&, const Segment&, Scratch<T>&, std::int64_t, std::int64_t, Soon<T>);
   static constexpr Output outputs[kGroup] = {&output_rows<T, 1, NZ>, &output_rows<T, 2, NZ>, &output_rows<T, 3, NZ>,
                                              &output_rows<T, 4, NZ>, &output_rows<T, 5, NZ>, &output_rows<T, 6, NZ>};
-  outputs[count - 1](job, segment, s, row, d);
+  outputs[count - 1](job, segment, s, row, d, soon);
 }
 
 template <class T>
@@ -266,10 +289,12 @@ void run_segment(const Job& job, const Segment& segment, Scratch<T>& s) {
   const std::int64_t num_blocks = static_cast<std::int64_t>(s.blocks.size());
   if (s.scores.size() < size(num_blocks * num_rows * kBlock)) s.scores.resize(size(num_blocks * num_rows * kBlock));
   const T* k = static_cast<const T*>(a.k) + segment.batch * a.k_stride[0] + segment.kv_head * a.k_stride[1];
+  const T* v = static_cast<const T*>(a.v) + segment.batch * a.v_stride[0] + segment.kv_head * a.v_stride[1];
   const std::int64_t num_groups = (num_rows + kGroup - 1) / kGroup;
   for (std::int64_t b = 0; b < num_blocks; ++b) {
     const std::int64_t first = s.blocks[size(b)] * kBlock;
-    pack_keys(k + first * a.k_stride[2], a.k_stride[2], std::min(kBlock, a.keys - first), a.dim, s.panel.data());
+    pack_keys(k + first * a.k_stride[2], a.k_stride[2], std::min(kBlock, a.keys - first), a.dim, s.panel.data(),
+              {v + first * a.v_stride[2], a.v_stride[2], lines_of<T>(a.value_dim)});
     for (std::int64_t i = 0; i < num_groups; ++i) {
       const std::int64_t row = i * num_rows / num_groups, end = (i + 1) * num_rows / num_groups;
       std::uint64_t any = 0;
@@ -287,14 +312,22 @@ void run_segment(const Job& job, const Segment& segment, Scratch<T>& s) {
                                      num_blocks);
   }
 
+  // The keys of the head that comes next, as far as this one's reach, are fetched beside the last outputs.
+  Soon<T> next_keys;
+  if (segment.kv_head + 1 < a.kv_heads) {
+    next_keys = {k + a.k_stride[1], a.k_stride[2], lines_of<T>(a.dim)};
+  } else if (segment.batch + 1 < a.batch) {
+    next_keys = {k + a.k_stride[0] - segment.kv_head * a.k_stride[1], a.k_stride[2], lines_of<T>(a.dim)};
+  }
   for (std::int64_t i = 0; i < num_groups; ++i) {
     const std::int64_t row = i * num_rows / num_groups, count = (i + 1) * num_rows / num_groups - row;
     for (std::int64_t d = 0; d < a.value_dim; d += 64) {
+      const Soon<T> soon = i + 1 == num_groups && d + 64 >= a.value_dim ? next_keys : Soon<T>{};
       const std::int64_t nz = std::min<std::int64_t>(4, (a.value_dim - d + 15) / 16);
-      if (nz == 1) output_group<T, 1>(job, segment, s, row, count, d);
-      else if (nz == 2) output_group<T, 2>(job, segment, s, row, count, d);
-      else if (nz == 3) output_group<T, 3>(job, segment, s, row, count, d);
-      else output_group<T, 4>(job, segment, s, row, count, d);
+      if (nz == 1) output_group<T, 1>(job, segment, s, row, count, d, soon);
+      else if (nz == 2) output_group<T, 2>(job, segment, s, row, count, d, soon);
+      else if (nz == 3) output_group<T, 3>(job, segment, s, row, count, d, soon);
+      else output_group<T, 4>(job, segment, s, row, count, d, soon);
     }
   }
 }

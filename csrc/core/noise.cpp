@@ -1,6 +1,10 @@
 #include "noise.hpp"
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -125,6 +129,82 @@ void fill_default(const Args& a, std::span<float> out) { fill(a, out); }
 }
 #endif
 
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// row - log(w) from above, but for rounding.
+[[gnu::always_inline]] inline float bound(float row, float w) {
+  const auto bits = static_cast<float>(std::bit_cast<std::int32_t>(w));
+  return row + 0.69314718f * (127.0f - bits * 0x1p-23f);
+}
+
+// The highest bound, or NaN where a value is NaN.
+[[gnu::always_inline]] inline float highest_bound(std::span<const float> row, const float* w) {
+  float top[kLanes];
+  std::fill_n(top, kLanes, -kInfinity);
+  std::uint32_t bad[kLanes] = {};
+  std::size_t v = 0;
+  for (; v + kLanes <= row.size(); v += kLanes) {
+    for (std::size_t i = 0; i < kLanes; ++i) {
+      const float x = bound(row[v + i], w[v + i]);
+      top[i] = x > top[i] ? x : top[i];
+      bad[i] |= row[v + i] == row[v + i] ? 0u : 1u;
+    }
+  }
+  for (std::size_t i = 0; v < row.size(); ++v, ++i) {
+    top[i] = std::max(top[i], bound(row[v], w[v]));
+    bad[i] |= row[v] == row[v] ? 0u : 1u;
+  }
+  return *std::max_element(bad, bad + kLanes) ? -std::numeric_limits<float>::quiet_NaN()
+                                              : *std::max_element(top, top + kLanes);
+}
+
+// Whether any of kLanes bounds is at least `least`.
+[[gnu::always_inline]] inline bool any_above(const float* row, const float* w, float least) {
+  std::uint32_t any = 0;
+  for (std::size_t i = 0; i < kLanes; ++i) any |= bound(row[i], w[i]) >= least ? 1u : 0u;
+  return any != 0;
+}
+
+[[gnu::always_inline]] inline std::int64_t contenders(std::span<const float> row, const float* w,
+                                                      std::span<std::int64_t> ids, std::span<float> chosen) {
+  const float top = highest_bound(row, w);
+  if (!(top > -kInfinity)) return -1;
+  // The value that has the highest bound is not far below it: nothing that is bound lower can win.
+  std::size_t first = 0;
+  while (first + kLanes <= row.size() && !any_above(&row[first], w + first, top)) first += kLanes;
+  while (bound(row[first], w[first]) < top) ++first;
+  const double reached = row[first] - std::log(-std::log1p(-static_cast<double>(w[first])));
+  const auto least = static_cast<float>(reached - 1e-3 - 1e-5 * std::abs(reached));  // far more than rounding
+  std::size_t count = 0;
+  for (std::size_t v = 0; v < row.size(); v += kLanes) {
+    if (v + kLanes <= row.size() && !any_above(&row[v], w + v, least)) continue;
+    for (std::size_t i = v; i < std::min(v + kLanes, row.size()); ++i) {
+      if (!(bound(row[i], w[i]) >= least)) continue;
+      if (count == ids.size()) return -1;
+      ids[count] = static_cast<std::int64_t>(i);
+      chosen[count++] = w[i];
+    }
+  }
+  return static_cast<std::int64_t>(count);
+}
+
+std::int64_t contenders_default(std::span<const float> row, const float* w, std::span<std::int64_t> ids,
+                                std::span<float> chosen) {
+  return contenders(row, w, ids, chosen);
+}
+#if defined(__x86_64__)
+[[gnu::target("avx2")]] std::int64_t contenders_avx2(std::span<const float> row, const float* w,
+                                                     std::span<std::int64_t> ids, std::span<float> chosen) {
+  return contenders(row, w, ids, chosen);
+}
+[[gnu::target("avx512f,prefer-vector-width=512")]] std::int64_t contenders_avx512(std::span<const float> row,
+                                                                                 const float* w,
+                                                                                 std::span<std::int64_t> ids,
+                                                                                 std::span<float> chosen) {
+  return contenders(row, w, ids, chosen);
+}
+#endif
+
 }  // namespace
 
 std::array<std::uint32_t, 4> philox4x32_10(std::array<std::uint32_t, 4> c, std::array<std::uint32_t, 2> k) {
@@ -146,6 +226,18 @@ void philox_uniform(std::uint64_t seed, std::uint64_t sample, std::uint32_t posi
   if (__builtin_cpu_supports("avx2")) return fill_avx2(a, out);
 #endif
   fill_default(a, out);
+}
+
+std::int64_t gumbel_contenders(std::uint64_t seed, std::uint64_t sample, std::uint32_t position,
+                               std::span<const float> row, std::span<std::int64_t> ids, std::span<float> w) {
+  thread_local std::vector<float> all;
+  if (all.size() < row.size()) all.resize(row.size());
+  philox_uniform(seed, sample, position, {all.data(), row.size()});
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f")) return contenders_avx512(row, all.data(), ids, w);
+  if (__builtin_cpu_supports("avx2")) return contenders_avx2(row, all.data(), ids, w);
+#endif
+  return contenders_default(row, all.data(), ids, w);
 }
 
 }  // namespace dartspec

@@ -18,4 +18,11 @@ std::array<std::uint32_t, 4> philox4x32_10(std::array<std::uint32_t, 4> counter,
 // the Gumbel value -log(-log1p(-w)) is finite, and w is finest near 0, where that value is largest.
 void philox_uniform(std::uint64_t seed, std::uint64_t sample, std::uint32_t position, std::span<float> out);
 
+// The few values that can be the argmax over v of row[v] - log(-log1p(-w_v)), w as above: their ids, ascending, and
+// their w. Found by a bound that needs no logarithm: -log(-log1p(-w)) <= -log(w), and the bits of a float read as a
+// whole number are log2 from below.
+// Returns how many there are; -1 where they do not fit, and where the row holds a NaN or nothing above -inf.
+std::int64_t gumbel_contenders(std::uint64_t seed, std::uint64_t sample, std::uint32_t position,
+                               std::span<const float> row, std::span<std::int64_t> ids, std::span<float> w);
+
 }  // namespace dartspec
