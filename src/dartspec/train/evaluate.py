@@ -35,7 +35,8 @@ def prepare_held_out(examples: Sequence[Example], states: Sequence[States], view
         begin = max(0, example.num_prompt - 1)
         with torch.no_grad():
             for at in range(begin, len(example.ids), 64):
-                choice[at : at + 64] = view.lm_head(s.final[at : at + 64].to(view.dtype)).argmax(-1).cpu()
+                final = s.final[at : at + 64].to(view.device, view.dtype)
+                choice[at : at + 64] = view.lm_head(final).argmax(-1).cpu()
         choices.append(choice)
     return Held(batch, choices)
 
@@ -54,14 +55,14 @@ class _Tested(Sequences):
         dtype: torch.dtype,
     ) -> None:
         super().__init__([drawn], view, kept, net.config.taps, dtype)
-        self.choice, self.head, self.ids = choice, teacher_head, net.target_ids()
+        self.choice, self.head, self.ids = choice.to(self.device), teacher_head, net.target_ids().to(self.device)
         # (T, d): was the drafter's first choice the token that stands there, and did it count
-        self.right = torch.zeros(len(choice), net.config.d, dtype=torch.bool)
+        self.right = torch.zeros(len(choice), net.config.d, dtype=torch.bool, device=self.device)
         self.whole = self.right.clone()
 
     def loss(self, predicted: Sequence[Predicted]) -> Tensor:
         """(5, d) float64 sums over the valid rows of each offset: loss, hit@1, hit@10, mass, and their number."""
-        sums = torch.zeros(5, self.right.shape[1], dtype=torch.float64)
+        sums = torch.zeros(5, self.right.shape[1], dtype=torch.float64, device=self.device)
         answer = self.sequences[0].ids
         for p in predicted:
             if p.continuity:
@@ -104,9 +105,9 @@ def evaluate(
     chain_sum, chain_count = 0.0, 0
     net.eval()
     for drawn, choice in zip(held.batch, held.choices, strict=True):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        with torch.autocast(view.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             tested = _Tested(drawn, choice, view, kept, net, teacher_head, dtype)
-            sums += loss(net, tested)
+            sums += loss(net, tested).cpu()
         whole = tested.whole.all(-1)
         chain_sum += float(tested.right[whole].long().cumprod(-1).sum())
         chain_count += int(whole.sum())
