@@ -301,6 +301,31 @@ def soundness(result: dict[str, Any]) -> str:
     )
 
 
+def soak(result: dict[str, Any]) -> str:
+    """`soak.py`: what was asked of the server, what must never happen, its memory, and the tests of single faults."""
+    counts, memory = result["counts"], result["memory"]
+    first, last = memory[0], memory[-1]
+    passed = [f["test"] for f in result["faults"] if f["result"] == "passed"]
+    facts = [
+        ["requests", f"{result['requests']:,} from {result['clients']} clients at once, in {result['seconds']:.0f} s"],
+        *[[name, f"{count:,}"] for name, count in counts.items()],
+        ["**texts, streams or counts that were wrong**", f"**{len(result['wrong'])}**"],
+        ["errors in the server's log", str(result["errors_logged"])],
+        [
+            f"memory after {first['requests']:,} and after {last['requests']:,} requests",
+            f"{first['mib']:.0f} and {last['mib']:.0f} MiB",
+        ],
+        ["open files then", f"{first['open_files']} and {last['open_files']}"],
+        ["exit code after SIGTERM", str(result["exit_code"])],
+    ]
+    kinds: dict[str, list[str]] = {}
+    for test in passed:
+        kinds.setdefault(test.split("[")[0].rpartition("::")[2], []).append(test)
+    listed = [[f"`{name}`", f"{len(tests)} passed"] for name, tests in kinds.items()]
+    failed = [[f"`{f['test']}`", f["result"]] for f in result["faults"] if f["result"] != "passed"]
+    return f"{rows(['', ''], facts)}\n\n{rows(['test of a fault', ''], [*listed, *failed])}"
+
+
 def vllm(result: dict[str, Any]) -> str:
     """`vllm_chain.py`: equality with vLLM, and M as a chain."""
     curve = result["M_as_a_chain"]
@@ -552,6 +577,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "rivals": rivals,
     "copying": methods,
     "soundness": soundness,
+    "soak": soak,
     "vllm": vllm,
     "ngram-build": ngram_build,
     "continuity": continuity,
@@ -581,6 +607,7 @@ PAGES = (
     (ROOT / "docs" / "performance.md", "results"),
     (ROOT / "docs" / "reproduction.md", "results"),
     (ROOT / "docs" / "worth-it.md", "results"),
+    (ROOT / "docs" / "reliability.md", "results"),
 )
 FROM = {"worth": "table-t0"}  # tables of another table's result
 SPENT_HOURS = 2.2  # training of the shipped drafter and its cache: docs/training.md
