@@ -85,6 +85,15 @@ def test_waits_are_drawn_and_listed() -> None:
         ET.fromstring(svg)
 
 
+def test_one_batch_size_is_drawn_as_bars() -> None:
+    load = result("load", ("plain", "d@2", "d@8"))
+    load["rows"] = [r for r in load["rows"] if r["batch"] == 8]
+    _, charts = report([load])
+    (name,) = charts
+    assert name == "load-t0"
+    assert charts[name].count("d@8:") == 3  # both sets and all
+
+
 def everything() -> tuple[str, dict[str, str]]:
     bins = [[0.1, 0.12, 400], [0.5, 0.45, 200], [0.9, 0.95, 100]]
     load = result("load", ("plain", "d@2", "d@8", "d@auto"), reliability={"d@auto": bins})

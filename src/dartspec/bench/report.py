@@ -258,8 +258,15 @@ def _batches(page: Page, result: Result) -> None:
     rows = [r for r in result["rows"] if "speed_up" in r]
     methods = _methods(rows)
     listed = list(dict.fromkeys((r["suite"], r["temperature"]) for r in rows))
+    alone = len({r["batch"] for r in rows}) == 1  # no curve to draw
+    for temperature in dict.fromkeys(t for _, t in listed) if alone else ():
+        found = {(r["suite"], r["method"]): r["speed_up"] for r in rows if r["temperature"] == temperature}
+        suites = list(dict.fromkeys(s for s, _ in found))
+        bars_of = {m: [tuple(v) if (v := found.get((s, m))) else None for s in suites] for m in methods}
+        unit = f"speed-up, batch {rows[0]['batch']}, T = {temperature:g}"
+        page.chart(f"load-t{temperature:g}", bars(suites, bars_of, colours(methods), unit=unit))
     for suite, temperature in listed:
-        if suite == "all":
+        if suite == "all" or alone:
             continue
         own = [r for r in rows if (r["suite"], r["temperature"]) == (suite, temperature)]
         series = []
