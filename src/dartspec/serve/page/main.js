@@ -174,7 +174,7 @@ async function greet() {
   } catch (error) {
     if (!(error instanceof ServerError)) throw error;
     const wantsKey = error.status === 401;
-    if (error.status === 503) setTimeout(greet, 1000); // it is still starting
+    if (error.status === 503) setTimeout(greet, 500); // it is still starting
     byId("trouble-text").textContent = wantsKey ? "This server asks for its API key." : error.message;
     byId("key-form").hidden = !wantsKey;
     byId("retry").hidden = wantsKey;
