@@ -160,7 +160,7 @@ function table(lines, i, openEnd) {
   const aligns = below.map((text) => (text.endsWith(":") ? (text.startsWith(":") ? "center" : "end") : "start"));
   const rows = [head];
   for (i += 2; i < lines.length && lines[i].text.trim() && lines[i].text.includes("|"); i++) rows.push(cells(lines[i]));
-  const inlines = rows.map((row) => row.slice(0, head.length).map((cell) => inline([cell], openEnd)));
+  const inlines = rows.map((row) => row.map((cell) => inline([cell], openEnd)));
   return [{ kind: "table", aligns, rows: inlines }, i];
 }
 
@@ -408,7 +408,7 @@ export function draw(block, leaf) {
       return drawCode(block, leaf);
     case "table": {
       const row = (tag, cells) =>
-        h("tr", {}, cells.map((cell, k) => drawInline(h(tag, { class: `to-${block.aligns[k]}` }), cell, leaf)));
+        h("tr", {}, cells.map((cell, k) => drawInline(h(tag, { class: `to-${block.aligns[k] ?? "start"}` }), cell, leaf)));
       const [head, ...rest] = block.rows;
       const whole = h("table", {}, h("thead", {}, row("th", head)), h("tbody", {}, rest.map((cells) => row("td", cells))));
       return h("div", { class: "wide", tabindex: "0", role: "region", "aria-label": "Table" }, whole);
