@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -32,50 +31,12 @@ from dartspec.train.loop import Trainer, learning_rate, sequence_at
 from dartspec.train.run import TargetStates, read_done, train
 from dartspec.train.watch import read_log
 from dartspec.types import Committed, Drafter, SamplingParams
-
-
-def target(**changes: Any) -> Target:
-    return Target(tiny.model("llama", **changes), tiny.VOCAB, frozenset({2}), "tiny", "tok1", "weights1")
+from tiny_train import config_in, quiet, same, target
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    generator = torch.Generator().manual_seed(5)
-    lines = []
-    for _ in range(20):
-        start = torch.randint(3, 40, (1,), generator=generator).item()
-        ids = [3 + (start + 5 * i) % 60 for i in range(24)]
-        lines.append(json.dumps({"prompt": ids[:6], "response": ids[6:]}))
-    (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
-    return TrainConfig(
-        target="tiny",
-        data=(str(tmp_path / "data.jsonl"),),
-        out=str(tmp_path / "run"),
-        taps=(1, 2, 3),
-        d=4,
-        draft_vocab_size=64,
-        max_tokens=64,
-        held_out=0.1,
-        steps=12,
-        num_first=8,
-        num_anchors=4,
-        warmup_steps=2,
-        learning_rate=3e-3,
-        final_learning_rate=1e-4,
-        bf16=False,
-        log_every=4,
-        eval_every=6,
-        eval_stride=2,
-        m_every=6,
-        m_prompts=2,
-        m_tokens=12,
-        m_nodes=6,
-        save_every_s=1e9,
-    )
-
-
-def quiet(_: str) -> None:
-    return None
+    return config_in(tmp_path)
 
 
 def trainer_of(config: TrainConfig, monkeypatch: pytest.MonkeyPatch, until: int | None = None) -> Trainer:
@@ -91,17 +52,6 @@ def trainer_of(config: TrainConfig, monkeypatch: pytest.MonkeyPatch, until: int 
         patch.setattr(Trainer, "run", catch)
         train(config, target(), report=quiet)
     return caught[0]
-
-
-def same(a: Trainer, b: Trainer) -> bool:
-    """Weights, optimiser and position, bit for bit."""
-    nets = zip(a.net.state_dict().values(), b.net.state_dict().values(), strict=True)
-    states = zip(a.optimizer.state_dict()["state"].values(), b.optimizer.state_dict()["state"].values(), strict=True)
-    return (
-        (a.step, a.num_tokens) == (b.step, b.num_tokens)
-        and all(torch.equal(x, y) for x, y in nets)
-        and all(torch.equal(x[k], y[k]) for x, y in states for k in ("step", "exp_avg", "exp_avg_sq"))
-    )
 
 
 def log(config: TrainConfig) -> list[dict[str, Any]]:
@@ -411,22 +361,6 @@ def test_other_data_is_not_resumed(config: TrainConfig, tmp_path: Path) -> None:
     Path(config.data[0]).write_text("\n".join(lines[1:]) + "\n")
     with pytest.raises(DartspecError, match="trained on other data"):
         train(config, target(), report=quiet)
-
-
-def test_a_dry_run_says_what_it_takes_and_writes_nothing(config: TrainConfig, tmp_path: Path) -> None:  # case 26
-    lines: list[str] = []
-    train(replace(config, cache=str(tmp_path / "cache")), target(), dry_run=True, report=lines.append)
-    text = "\n".join(lines)
-    for part in (
-        "18 answers to train on, 2 held out",
-        "324 answer tokens",
-        "covers 100.00%",
-        "12 updates are 1.3 passes",
-    ):
-        assert part in text
-    for part in ("tokens/s", "ms an update", "hours online", "hours with a cache", "GB"):
-        assert part in text
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["data.jsonl"]
 
 
 def test_starting_weights_are_the_targets(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from dartspec.cli.terminal import Terminal
+from dartspec.cli.train import _watching
 from dartspec.errors import DartspecError
 from dartspec.train.watch import Log, View, duration, lines, read_log, scalars
 
@@ -24,7 +27,15 @@ TRAIN: dict[str, Any] = {
     "time": 7,
 }
 EVAL: dict[str, Any] = {"step": 40, "tokens": 9_000, "hit1": [0.5, 0.25], "hit10": [0.75, 0.6], "loss": [3.0, 4.0]}
-M: dict[str, Any] = {"step": 30, "tokens": 7_000, "M": 2.25, "rounds": 80, "nodes": 16, "best": True}
+M: dict[str, Any] = {
+    "step": 30,
+    "tokens": 7_000,
+    "M": 2.25,
+    "rounds": 80,
+    "nodes": 16,
+    "best": True,
+    "by_prompt": [[9, 4]],
+}
 
 
 def test_the_log_is_read_as_it_was_written_and_goes_on_where_the_run_does(tmp_path: Path) -> None:
@@ -90,7 +101,7 @@ def test_the_table_shows_the_last_of_each_kind() -> None:
         return capture.get()
 
     assert "0 of 200 updates" in shown()
-    for kind, record in (("train", TRAIN), ("eval", EVAL), ("m", M), ("m", {**M, "step": 60, "M": 2.0})):
+    for kind, record in (("train", TRAIN), ("eval", EVAL), ("m", M), ("m", {**M, "step": 60, "M": 2.0, "best": False})):
         view(kind, record)
     table = shown()
     for part in (
@@ -106,6 +117,22 @@ def test_the_table_shows_the_last_of_each_kind() -> None:
         "hit@1": [0.5, 0.25],
         "hit@10": [0.75, 0.6],
     }
+
+
+def test_on_a_terminal_the_table_stays_in_place() -> None:
+    term = Terminal()
+    term.out = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with _watching(term, 200, True) as watch:
+        assert watch is not None
+        watch("train", TRAIN)
+        term.say("resuming")
+    written = term.out.file.getvalue()  # type: ignore[attr-defined]
+    assert "50 of 200 updates" in written
+    assert "resuming" in written
+    assert "\x1b[1A" in written  # it goes back up to paint over itself
+    for unwanted in (_watching(term, 200, False), _watching(Terminal(json=True), 200, True)):
+        with unwanted as watch:
+            assert watch is None
 
 
 def test_lines_for_a_file() -> None:

@@ -82,15 +82,15 @@ def _line(kind: str, record: Record) -> str:
 
 
 def scalars(kind: str, record: Record) -> list[tuple[str, float]]:
-    """The curves of a record: a list is one a place, counted from 1 (the offset)."""
+    """The curves of a record, its numbers: a list is one a place, counted from 1 (the offset)."""
     found: list[tuple[str, float]] = []
     for name, value in record.items():
         if name in ("step", "time"):
             continue
-        if isinstance(value, list):
-            found += [(f"{kind}/{name}/{i}", float(x)) for i, x in enumerate(value, 1)]
-        elif isinstance(value, int | float):
-            found.append((f"{kind}/{name}", float(value)))
+        parts = [(f"{kind}/{name}/{i}", x) for i, x in enumerate(value, 1)] if isinstance(value, list) else []
+        for curve, number in parts or [(f"{kind}/{name}", value)]:
+            if isinstance(number, int | float):
+                found.append((curve, float(number)))
     return found
 
 
@@ -104,7 +104,7 @@ class View:
 
     def __call__(self, kind: str, record: Record) -> None:
         self.last[kind] = record
-        if kind == "m" and (self.best is None or record["M"] > self.best["M"]):
+        if kind == "m" and record["best"]:
             self.best = record
 
     def __rich__(self) -> Group:
