@@ -44,6 +44,8 @@ VERBS = (
     "train",
     "eval",
     "drafters",
+    "card",
+    "push",
     "inspect",
     "convert",
     "doctor",
