@@ -218,6 +218,18 @@ def test_openai_client_completes(served: Served, client: openai.OpenAI) -> None:
     assert client.models.retrieve(served.service.model_name).id == served.service.model_name
 
 
+def test_log_probabilities_say_where_each_token_begins(served: Served) -> None:
+    body = {"prompt": "in a on a", "max_tokens": 40, "seed": 6, "logprobs": 1, "ignore_eos": True}
+    whole = served.post("/v1/completions", body).json()["choices"][0]
+    parts = [p["choices"][0]["logprobs"] for p in served.stream(body, "/v1/completions")]
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert [x for p in parts for x in p[name]] == whole["logprobs"][name]
+    placed = list(zip(whole["logprobs"]["tokens"], whole["logprobs"]["text_offset"], strict=True))
+    plain = [(t, at) for t, at in placed if t.isascii() and t.isprintable() and len(t) == 1]
+    assert len(plain) > 5
+    assert all(whole["text"][at] == t for t, at in plain)
+
+
 def test_openai_client_understands_refusals(served: Served, client: openai.OpenAI) -> None:
     name = served.service.model_name
     with pytest.raises(openai.NotFoundError, match="is not served"):

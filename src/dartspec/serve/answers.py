@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ def event(value: Any) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 def safe_json(value: Any) -> bytes:
@@ -43,11 +45,18 @@ class Choice:
     pieces: list[str] = field(default_factory=list)
     log_probs: list[dict[str, Any]] = field(default_factory=list)
     num_tokens: int = 0
-    num_characters: int = 0
     num_rounds: int = 0
     finish: str | None = None
     metrics: Metrics = field(default_factory=Metrics)
     num_reused: int = 0
+    _characters: codecs.IncrementalDecoder = field(default_factory=lambda: _UTF8("replace"))
+    _at: int = 0
+
+    def place(self, token: bytes) -> int:
+        """Where the next token begins in the text, in whole characters."""
+        began = self._at
+        self._at += len(self._characters.decode(token))
+        return began
 
     @property
     def text(self) -> str:
@@ -91,7 +100,7 @@ class Shapes:
         if not (chunk.text or log_probs or chunk.finish or round_):
             return None
         delta = {"content": chunk.text} if chunk.text or not chunk.finish else {}
-        made = self._piece(choice.index, delta, self.log_probs(log_probs, chunk.text, choice), chunk.finish)
+        made = self._piece(choice.index, delta, self.log_probs(log_probs, choice), chunk.finish)
         if round_:
             made["dartspec"] = {"round": round_}
         return made
@@ -115,7 +124,7 @@ class Shapes:
     def whole(self, choices: Sequence[Choice], num_prompt: int, with_log_probs: bool) -> dict[str, Any]:
         made = []
         for c in choices:
-            log_probs = self.log_probs(c.log_probs, c.text, None) if with_log_probs else None
+            log_probs = self.log_probs(c.log_probs, c) if with_log_probs else None
             said: dict[str, Any] = {"text": c.text}
             if self.chat:
                 said = {"message": {"role": "assistant", "content": c.text, "refusal": None}}
@@ -166,21 +175,17 @@ class Shapes:
         shown, raw = self.text.token(token)
         return {"token": shown, "logprob": max(log_prob, NO_PROBABILITY), "bytes": list(raw)}
 
-    def log_probs(self, tokens: list[dict[str, Any]] | None, text: str, choice: Choice | None) -> dict[str, Any] | None:
-        """In the endpoint's own shape. choice: the answer so far, whose length is where these tokens begin."""
+    def log_probs(self, tokens: list[dict[str, Any]] | None, choice: Choice) -> dict[str, Any] | None:
+        """In the endpoint's own shape. choice: whose next tokens they are."""
         if tokens is None:
             return None
         if self.chat:
             return {"content": tokens, "refusal": None}
-        offsets, at = [], choice.num_characters if choice else 0
-        for t in tokens:
-            offsets.append(at)
-            at += len(t["token"])
         return {
             "tokens": [t["token"] for t in tokens],
             "token_logprobs": [t["logprob"] for t in tokens],
             "top_logprobs": [{a["token"]: a["logprob"] for a in t["top_logprobs"]} for t in tokens],
-            "text_offset": offsets,
+            "text_offset": [choice.place(bytes(t["bytes"])) for t in tokens],
         }
 
     # -- rounds ------------------------------------------------------------------------------------------------------

@@ -20,11 +20,11 @@ _log = logging.getLogger(__name__)
 class Lanes:
     """Requests in, handles out; one thread drives all schedulers fairly: a step of each in turn.
 
-    make: a scheduler for a drafter's name. most: lanes at once; one that is idle makes room for another.
+    make: a scheduler for a drafter's name. most: lanes at once; one that is idle makes room for another, but `keep`'s.
     """
 
-    def __init__(self, make: Callable[[str], Scheduler], most: int) -> None:
-        self._make, self._most = make, most
+    def __init__(self, make: Callable[[str], Scheduler], most: int, keep: str | None = None) -> None:
+        self._make, self._most, self._keep = make, most, keep
         self._lanes: dict[str, Scheduler] = {}  # the one used last stands last
         self._leaving: list[Scheduler] = []  # replaced, with requests still in progress
         self._downgraded = 0  # by lanes that are gone
@@ -80,7 +80,7 @@ class Lanes:
         """Closes the idle lane that was used longest ago, where there are too many."""
         if len(self._lanes) < self._most:
             return
-        idle = next((n for n, s in self._lanes.items() if not _is_busy(s)), None)
+        idle = next((n for n, s in self._lanes.items() if n != self._keep and not _is_busy(s)), None)
         if idle is None:
             raise QueueFullError(f"{len(self._lanes)} drafters are at work, the most that may: send this again later")
         self._leaving.append(self._lanes.pop(idle))

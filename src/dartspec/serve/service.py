@@ -159,7 +159,6 @@ class Job:
                     board.gap.observe(gap)
                     board.gap_old.observe(gap)
             self._last[i] = now
-        choice.num_characters += len(chunk.text)
         choice.pieces.append(chunk.text)
         choice.num_tokens += len(chunk.ids)
         choice.metrics, choice.finish = chunk.metrics, chunk.finish
@@ -224,7 +223,7 @@ class Service:
         self._lm, self._again = lm, again
         self.stage = "making room for texts"
         lm.text.encode_prompt("a")  # a truncation that the tokenizer came with is taken off now, by one thread
-        self._lanes = Lanes(self._make, self.settings.most_lanes)
+        self._lanes = Lanes(self._make, self.settings.most_lanes, keep=self.default)
         self.max_length = self._lanes.scheduler(self.default).max_length
         self.stage = "measuring plain decoding"
         self.plain_tokens_per_s = measure_plain(lm)
