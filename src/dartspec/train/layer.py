@@ -37,7 +37,9 @@ def llama_layer(model: nn.Module, number: int, ids: Tensor) -> dict[str, Tensor]
     layer = next((m for name, m in model.named_modules() if pattern.search(name)), None)
     if layer is None:
         return {}
-    found = {name: weight.detach().float().clone() for name, weight in layer.state_dict().items()}
+    # a quantised weight means nothing without its scale
+    whole = {n: w for n, w in layer.state_dict().items() if w.dtype in (torch.float32, torch.bfloat16, torch.float16)}
+    found = {name: weight.detach().float().clone() for name, weight in whole.items()}
     parts = dict(layer.named_modules())
     behind = dict(_BEHIND)
     if "post_feedforward_layernorm" in parts:
