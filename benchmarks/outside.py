@@ -56,10 +56,18 @@ for line in sys.stdin:
     m = models[key]
     m.reset()
     began = time.perf_counter()
-    out = list(itertools.islice(m.generate(a["ids"], temp=0.0, repeat_penalty=1.0), a["n"]))
+    try:
+        out = list(itertools.islice(m.generate(a["ids"], temp=0.0, repeat_penalty=1.0), a["n"]))
+    except Exception as error:
+        print(json.dumps({"failed": f"{type(error).__name__}: {error}"}), flush=True)
+        continue
     ms = 1e3 * (time.perf_counter() - began)
     print(json.dumps({"ms": ms, "ids": out, "version": llama_cpp.__version__}), flush=True)
 """
+
+
+class FormError(Exception):
+    """A form that cannot do what is asked."""
 
 
 def of_ours(lm: dartspec.LM) -> Form:
@@ -118,7 +126,7 @@ def main() -> None:
     p.add_argument("--llama-python", help="a Python with llama-cpp-python and gguf; left out without it")
     p.add_argument("--gguf", type=Path, help="the quantised file; a bf16 one is made of it")
     p.add_argument("--prompts", type=int, default=6, help="how many, spread over the sets")
-    p.add_argument("--max-tokens", type=int, default=96)
+    p.add_argument("--max-tokens", type=int, default=64)
     p.add_argument("--layers", type=int, default=26, help="of the small model for assisted generation")
     p.add_argument(
         "--no-compiled", action="store_true", help="without the static compiled form (compiles for a minute)"
@@ -175,7 +183,9 @@ def main() -> None:
                     ask = {"path": str(path), "threads": a.threads, "ids": ids, "n": n, "lookup": lookup}
                     server.stdin.write(json.dumps(ask) + "\n")
                     server.stdin.flush()
-                    told = json.loads(server.stdout.readline())
+                    told = json.loads(server.stdout.readline() or '{"failed": "its process ended"}')
+                    if "failed" in told:
+                        raise FormError(told["failed"])
                     versions["llama-cpp-python"] = told["version"]
                     return told["ms"], told["ids"]
 
@@ -184,16 +194,23 @@ def main() -> None:
             for name, path in (("bf16", wide), ("q4_1", a.gguf)):
                 forms[f"llama.cpp {name}"] = of_llama(path, 0)
                 forms[f"llama.cpp {name}, prompt lookup"] = of_llama(path, 10)
+        failed: dict[str, str] = {}
         ms: dict[str, list[float]] = {name: [] for name in forms}
         texts: dict[str, list[list[int]]] = {name: [] for name in forms}
         for k, turn in enumerate([turns[0], *turns]):
             ids = lm.encode([{"role": "user", "content": turn}])
             for name, run in forms.items():
-                with contextlib.redirect_stderr(io.StringIO()):
-                    first, _ = run(ids, 1)
-                    whole, out = run(ids, a.max_tokens)
-                if len(out) != a.max_tokens:
-                    raise SystemExit(f"{name} wrote {len(out)} tokens; {a.max_tokens} were asked for")
+                if name in failed:
+                    continue
+                try:
+                    with contextlib.redirect_stderr(io.StringIO()):
+                        first, _ = run(ids, 1)
+                        whole, out = run(ids, a.max_tokens)
+                    if len(out) != a.max_tokens:
+                        raise FormError(f"wrote {len(out)} tokens where {a.max_tokens} were asked for")
+                except (FormError, BrokenPipeError) as error:  # said in the result, and left out of the table
+                    failed[name] = f"prompt {k}: {error}"
+                    continue
                 if k:  # the first prompt warms up
                     ms[name].append((whole - first) / (a.max_tokens - 1))
                     texts[name].append(out)
@@ -203,6 +220,8 @@ def main() -> None:
     ours = next(n for n in forms if n == f"dartspec, {lm.drafter_name}")
     rows = []
     for name, own in ms.items():
+        if name in failed:
+            continue
         ratio = median([b / x for b, x in zip(ms["transformers"], own, strict=True)])
         rows.append(
             {
@@ -227,6 +246,7 @@ def main() -> None:
         "prompts": len(turns),
         "max_tokens": a.max_tokens,
         "compile_s": compile_s,
+        "failed": failed,
         "versions": versions,
         "provenance": provenance(dtype="bfloat16"),
     }
