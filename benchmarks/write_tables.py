@@ -567,6 +567,92 @@ def worth(result: dict[str, Any]) -> str:
     return "\n".join(f"- {s}" for s in answer(result, method="dart@auto", spent_hours=SPENT_HOURS)["sentences"])
 
 
+def objective_forms(result: dict[str, Any]) -> str:
+    """`objective.py`: the three ways to attend."""
+    body = [
+        [
+            f"{r['tokens']:,}",
+            f"{r['first']:,}",
+            f"{r['anchors']:,}",
+            form,
+            f"{r[form]['ms']:,.0f}",
+            f"{r[form]['times_faster']:.1f}x" if "times_faster" in r[form] else "",
+            f"{r[form]['loss_off']:.0e} / {r[form]['gradient_off']:.0e}" if "loss_off" in r[form] else "",
+        ]
+        for r in result["forms"]
+        for form in ("dense", "block", "flex")
+        if form in r
+    ]
+    return rows(
+        ["tokens", "rows of offset 1", "anchors", "form", "ms", "faster", "loss / gradients off by, relative"], body
+    )
+
+
+def objective_memory(result: dict[str, Any]) -> str:
+    """`objective.py`: what the loss adds to the peak."""
+    names = {
+        "naive": "all logits, autograd",
+        "rows": "256 rows at a time",
+        "vocabulary": "256 rows, 8,192 ids at a time",
+    }
+    one = result["memory"][0]
+    return f"{one['rows']:,} rows, {one['vocabulary']:,} ids, float32, forward and backward.\n\n" + rows(
+        ["", "MB above the inputs", "seconds", "loss"],
+        [[names[r["way"]], f"{r['peak_mb']:,}", f"{r['seconds']:.1f}", f"{r['loss']:.5f}"] for r in result["memory"]],
+    )
+
+
+def objective_continuity(result: dict[str, Any]) -> str:
+    """`objective.py`: time of a search by continuity."""
+    body = [
+        [
+            r["continuity"],
+            str(r["rank"] or ""),
+            f"{r['us_median']:,}",
+            f"{r['us_p99']:,}",
+            f"{r['us_first']:,}" if r["rank"] else "",
+            f"{r['load_ms']:.0f}" if r["rank"] else "",
+        ]
+        for r in result["continuity"]
+    ]
+    return rows(["continuity", "rank", "us, median", "us, 99 %", "us, first round", "ms to load"], body)
+
+
+def _with_interval(e: list[float], percent: bool = False) -> str:
+    low, high = (f"{100 * x:.1f}" if percent else f"{x:.2f}" for x in e[1:])
+    return (f"**{100 * e[0]:.1f}**" if percent else f"**{e[0]:.2f}**") + f" [{low}, {high}]"
+
+
+def ablations_training(result: dict[str, Any]) -> str:
+    """`ablations.py`: hits of every variant where all had seen the most tokens."""
+    found = result["training"]
+    last = [r for r in found if r["tokens"] == found[-1]["tokens"]]
+    by = {
+        (r["variant"], r["continuity"], r["nodes"]): r["M"]
+        for r in result["inference"]
+        if r["weight"] == 0.5 and r["beam"] == 20
+    }
+    body = []
+    for r in last:
+        m = [by.get((r["variant"], c, n)) for c in ("none", "answers + context") for n in (16, 59)]
+        hits = [_with_interval(e, percent=True) for e in r["hit1"]] + [f"{100 * e[0]:.1f}" for e in r["hit10"]]
+        body.append([r["variant"], *hits, *("" if e is None else _with_interval(e) for e in m)])
+    seeds = len(last[0]["seeds"])
+    head = ["variant", *(f"hit@1, {t}" for t in (1, 2, 3)), *(f"hit@10, {t}" for t in (1, 2, 3))]
+    return (
+        f"{last[0]['tokens']:,} tokens each, {seeds} seed{'s' * (seeds > 1)}, {last[0]['held_out_answers']} held-out "
+        "answers; hits in percent at offsets 1 to 3, 95 % intervals over answers.\n\n"
+        + rows([*head, "M, no index, 16", "59 nodes", "M, answers + context, 16", "59 nodes"], body)
+    )
+
+
+def ablations_inference(result: dict[str, Any]) -> str:
+    """`ablations.py`: one checkpoint under many searches."""
+    found = [r for r in result["inference"] if r["variant"] == "shifted 0.6"]
+    body = [[r["continuity"], f"{r['nodes']}", f"{r['weight']}", f"{r['beam']}", _with_interval(r["M"])] for r in found]
+    return rows(["continuity", "nodes", "n-gram weight", "beam", "M"], body)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "table-t0": speed,
     "table-t08": speed,
@@ -595,6 +681,11 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "draft-length": draft_length,
     "outside": outside,
     "worth": worth,
+    "objective-forms": objective_forms,
+    "objective-memory": objective_memory,
+    "objective-continuity": objective_continuity,
+    "ablations-training": ablations_training,
+    "ablations-inference": ablations_inference,
     "domain-busy-0": load_table,
     "domain-busy-2": load_table,
 }
@@ -608,8 +699,14 @@ PAGES = (
     (ROOT / "docs" / "reproduction.md", "results"),
     (ROOT / "docs" / "worth-it.md", "results"),
     (ROOT / "docs" / "reliability.md", "results"),
+    (ROOT / "docs" / "objective.md", "results"),
+    (ROOT / "docs" / "ablations.md", "results"),
 )
-FROM = {"worth": "table-t0"}  # tables of another table's result
+FROM = {
+    "worth": "table-t0",
+    **{f"objective-{part}": "objective" for part in ("forms", "memory", "continuity")},
+    **{f"ablations-{part}": "ablations" for part in ("training", "inference")},
+}  # tables of another table's result
 SPENT_HOURS = 2.2  # training of the shipped drafter and its cache: docs/training.md
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dartspec import _core
-from dartspec.drafters import dart
+from dartspec.drafters import _bigram, dart
 from dartspec.drafters._bigram import Bigram, Continuity
 from dartspec.drafters._nn import head_rows
 from dartspec.drafters._train import Start
@@ -101,7 +101,9 @@ def test_numbers_that_are_no_probability_count_as_none_and_shapes_are_checked() 
         SearchConfig(learned_weight=1.5)
 
 
-def test_the_table_is_a_softmax_over_the_draft_vocabulary() -> None:
+@pytest.mark.parametrize("at_load", [37, 36])
+def test_the_table_is_a_softmax_over_the_draft_vocabulary(at_load: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_bigram, "MOST_AT_LOAD", at_load)
     generator = torch.Generator().manual_seed(0)
     bigram = Bigram(HIDDEN, RANK, 37)
     torch.nn.init.normal_(bigram.inner.weight, std=0.3, generator=generator)

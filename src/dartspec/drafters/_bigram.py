@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 ROWS_AT_ONCE = 256  # normalisers made together
+MOST_AT_LOAD = 32768  # draft tokens whose normalisers are all made at once; they cost the square of it
 
 
 class Bigram(nn.Module):
@@ -43,7 +44,8 @@ class Bigram(nn.Module):
 class Continuity:
     """The same for decoding, in float32 on the CPU: g between the candidates of neighbouring positions.
 
-    embeddings: (V, H) the target's embeddings of the draft tokens. ids: (V,) int64 their ids, of `vocab_size`.
+    embeddings: (V, H) the target's embeddings of the draft tokens; their dtype is that of the products for normalisers.
+    ids: (V,) int64 their ids, of `vocab_size`.
     """
 
     def __init__(self, bigram: Bigram, embeddings: Tensor, ids: Tensor, vocab_size: int) -> None:
@@ -53,7 +55,10 @@ class Continuity:
         self._outer = self._bigram.outer.weight.detach()
         self._place = torch.full((vocab_size,), -1)
         self._place[ids] = torch.arange(len(ids))
-        self._log_norm = torch.full((len(ids),), float("nan"))  # of each token before; made when it is first asked
+        self._log_norm = torch.full((len(ids),), float("nan"))  # of each token before
+        self._narrow = self._states.to(embeddings.dtype), self._outer.T.to(embeddings.dtype)
+        if len(ids) <= MOST_AT_LOAD:  # else each when it is first asked for
+            self._norms(torch.arange(len(ids)))
 
     @torch.no_grad()
     def table(self, tokens: Tensor) -> Tensor:
@@ -74,9 +79,11 @@ class Continuity:
         log_probs = (states @ self._outer.T).log_softmax(-1)
         table[:, 0, 0] = log_probs.gather(1, self._place[tokens[:, 0].long()]).exp()
 
+    @torch.no_grad()
     def _norms(self, place: Tensor) -> Tensor:
         """Log-normalisers of states by draft id."""
         missing = torch.unique(place[self._log_norm[place].isnan()])
+        states, outer = self._narrow
         for some in torch.split(missing, ROWS_AT_ONCE):
-            self._log_norm[some] = torch.logsumexp(self._states[some] @ self._outer.T, -1)
+            self._log_norm[some] = torch.logsumexp((states[some] @ outer).float(), -1)
         return self._log_norm[place]
