@@ -50,6 +50,9 @@ def train(
     file, from flags, or from both: flags win. Ctrl-C is safe: the same command goes on from the last saved step, and
     does nothing where the run is finished. The folder that it names at its end can be given to --drafter.
 
+    --init-from a drafter of the model that the target was fine-tuned from adapts it: M before, updates until M is flat,
+    M after; where the difference is within noise the old one is kept.
+
     Several processes or machines: accelerate launch ... -m dartspec train ...
 
     \b
@@ -58,6 +61,7 @@ def train(
       dartspec train --config my-run.yaml --steps 4000 --dry-run
       dartspec train --target ./my-model --data answers.jsonl --out runs/first
       dartspec train --config my-run.yaml --method eagle3 --out runs/rival
+      dartspec train --target ./my-tune --init-from runs/first/best --data its-answers.jsonl --out runs/tuned
     """
     term = Terminal(json=json, no_color=no_color)
     if config is not None and config_ is not None:
@@ -96,14 +100,27 @@ def train(
             watch=watch,
             template_hash=lm.text.template_hash,
         )
-    if not dry_run and not finished(folder.parent, settings.steps):
+    if not dry_run and not finished(Path(settings.out), settings.steps):
         if first:
             term.note(f"what was learned is in {folder}; the same command goes on from there")
         raise KeyboardInterrupt
     if first:
         if not dry_run:
             term.say(f"drafter: {folder}")
+            _write_card(folder, Path(settings.out), term)
         term.emit({"drafter": str(folder), "dry_run": dry_run, "config": settings.to_dict()})
+
+
+def _write_card(folder: Path, out: Path, term: Terminal) -> None:
+    """The model card of a drafter that this run left; another's stays as it is."""
+    from dartspec.train.card import write_card
+
+    if folder.parent != out:
+        return
+    try:
+        term.say(f"card: {write_card(folder, log=out / 'log.jsonl')}")
+    except DartspecError as error:  # without matplotlib
+        term.note(f"no card was written: {error}")
 
 
 @contextmanager

@@ -48,6 +48,7 @@ class TrainConfig:
     device: str = key("", "cpu, cuda, cuda:1, ...; empty: a GPU where there is one")
     cache: str = key("", "folder for the target's states, written once; empty: they are computed when they are needed")
     init: str = key("", "folder of a drafter to start from; empty: the target's own weights", flag="init-from")
+    low_rank: int = key(0, "train a change of this rank to init's matrices, not the matrices; 0: all of them", least=0)
     taps: tuple[int, ...] = key((), "hidden states that the drafter reads; empty: the method's own choice")
     cache_taps: tuple[int, ...] = key((), "hidden states that the cache keeps besides the last; empty: the taps")
     d: int = key(8, "positions that are predicted", least=2)
@@ -113,6 +114,11 @@ class TrainConfig:
             )
         if self.parallel not in ("ddp", "fsdp2"):
             raise DartspecError(f"training config: parallel = {self.parallel!r}: it must be ddp or fsdp2")
+        if self.low_rank and (not self.init or self.ema or self.parallel == "fsdp2"):
+            raise DartspecError(
+                f"training config: low_rank = {self.low_rank} needs init, the drafter whose matrices it changes, and "
+                "neither ema nor fsdp2"
+            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:

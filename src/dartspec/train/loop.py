@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from dartspec.drafters._checkpoint import DraftNet
 from dartspec.errors import DartspecError
+from dartspec.train.adapt import is_low_rank, plain_state
 from dartspec.train.batch import Drawn, Step, TrainBatch, draw_rows, num_valid
 from dartspec.train.config import RESUMABLE, TrainConfig
 from dartspec.train.data import Example, digest
@@ -120,6 +121,7 @@ class Trainer:
     loss: the method's (`drafters._train`). states(indices): the target's states of these training examples, cached or
     computed, at the taps `kept`. processes: those that the run is shared with. measure: M of a drafter's folder, or
     None when the second argument said that the run was told to stop. watch: told of every record (`train.watch`).
+    enough: asked after every measurement of M; when it says so, the run ends as at its last update.
     """
 
     def __init__(
@@ -137,11 +139,13 @@ class Trainer:
         processes: Processes | None = None,
         measure: Callable[[Path, Callable[[], bool]], Record | None] | None = None,
         watch: Watch | None = None,
+        enough: Callable[[Record], bool] | None = None,
     ) -> None:
         self.config, self.view, self.train_set, self.states = config, view, train, states
         self.loss, self.kept, self.held_out, self.report = loss, tuple(kept), held_out, report
         self.processes = processes or Processes()
         self.measure, self.watch = measure, watch or lines(report)
+        self.enough, self.ended = enough, False
         self.device = torch.device(view.device)
         if config.sequences_per_step % self.processes.count:
             raise DartspecError(
@@ -248,9 +252,9 @@ class Trainer:
 
     def shown(self) -> DraftNet:
         """The network whose weights are saved and judged: the running mean's where there is one. All processes call."""
-        if not self.ema and not self.processes.is_sharded:
+        if not self.ema and not self.processes.is_sharded and not is_low_rank(self.net):
             return self.net
-        own = self.net.state_dict() | self.ema
+        own = plain_state(self.net) | self.ema
         whole = {name: self.processes.whole(t) for name, t in own.items()}
         if self._shown is None:
             self._shown = type(self.net)(self.net.config).to(self.device)
@@ -361,7 +365,7 @@ class Trainer:
                     [float(stop.asked or asked), float(time.monotonic() - last_save > c.save_every_s)]
                 )
                 asked, save = (self.processes.sum(wanted) > 0).tolist()  # all do the same
-                if asked or self.step >= end:
+                if asked or self.step >= end or self.ended:
                     break
                 if save:
                     self.save(out)
@@ -376,7 +380,7 @@ class Trainer:
                     tell("eval", record)
         self.save(out)
         self.processes.wait()
-        finished = self.step == c.steps and not asked
+        finished = (self.step == c.steps or self.ended) and not asked
         if finished:
             self._finish(out, tell)
         if isinstance(log, Log):
@@ -402,12 +406,12 @@ class Trainer:
         """M of the weights that are saved; where it is the best so far, those very files become `best/`. False when
         the run was told to stop meanwhile: it is measured again when the run goes on."""
         self.save_drafter(out / "latest")
-        gave_up = torch.zeros(1)
+        told = torch.zeros(2)  # to stop, and that it is enough
         if self.processes.is_first:
             assert self.measure is not None
             found = self.measure(out / "latest", lambda: stop.asked)
             if found is None:
-                gave_up += 1
+                told[0] = 1
             else:
                 best = not self.best or found["M"] > self.best["M"]
                 record = {"step": self.step, "tokens": self.num_tokens, "time": round(time.time()), **found}
@@ -415,7 +419,9 @@ class Trainer:
                     self.best = record
                     keep_drafter(out / "latest", out / "best", record)
                 tell("m", {**record, "best": best})
-        if bool(self.processes.sum(gave_up)):
+                told[1] = float(self.enough is not None and self.enough(record))
+        gave_up, self.ended = (self.processes.sum(told) > 0).tolist()
+        if gave_up:
             return False
         self.measured_at = self.step
         self.save(out)  # what is best and `best/` belong together

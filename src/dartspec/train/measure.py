@@ -30,7 +30,8 @@ def committed_a_round(
     num_tokens: int,
     give_up: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any] | None:
-    """Greedy answers of at most `num_tokens` tokens, loops cut: `M` over all their rounds, `rounds`, `nodes`.
+    """Greedy answers of at most `num_tokens` tokens, loops cut: `M` over all their rounds, `rounds`, `nodes`, and
+    `by_prompt`, [committed, rounds] of each.
 
     give_up: asked after every round; None is returned when it says so.
     """
@@ -48,4 +49,9 @@ def committed_a_round(
         loop = loop_start(ids)
         parts.append(chunk_.metrics if loop is None else chunk_.metrics.before(loop))
     m = Metrics.merged(parts)
-    return {"M": round(m.M, 4) if m.num_rounds else 1.0, "rounds": m.num_rounds, "nodes": num_nodes}
+    return {
+        "M": round(m.M, 4) if m.num_rounds else 1.0,
+        "rounds": m.num_rounds,
+        "nodes": num_nodes,
+        "by_prompt": [[sum(r.num_committed for r in p.rounds), p.num_rounds] for p in parts],
+    }

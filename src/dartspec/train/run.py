@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from dartspec import drafters
-from dartspec.drafters._checkpoint import DraftNet
+from dartspec.drafters._checkpoint import DraftNet, read_json
 from dartspec.drafters._train import Start
 from dartspec.errors import DartspecError
 from dartspec.target.target import FINAL, Target
+from dartspec.train.adapt import Adaptation, make_low_rank
 from dartspec.train.config import TrainConfig
 from dartspec.train.data import (
     DraftVocabulary,
@@ -184,6 +185,8 @@ def prepare(config: TrainConfig, target: Target, template_hash: str | None = Non
     net = fresh_net(config, target, vocabulary, provenance, template_hash)
     if trained is not None:
         warm_start(net, trained)
+    if config.low_rank:
+        make_low_rank(net, config.low_rank, config.seed)
     kept = config.cache_taps or tuple(t for t in net.config.taps if t != FINAL)
     ordered = [*held, *training]
     plan = Plan(
@@ -210,8 +213,8 @@ def train(
     template_hash: str | None = None,
 ) -> Path:
     """Train a drafter for `target`, resuming where `config.out` has a run. Returns the drafter's folder: `out/best`,
-    the weights with the best M, or `out/latest` where M is never measured. A finished run whose inputs are the same
-    does nothing.
+    the weights with the best M, or `out/latest` where M is never measured; where it adapted a drafter that is as good
+    without (`train.adapt`), that one's. A finished run whose inputs are the same does nothing.
 
     dry_run: say what it takes, after three real updates (`train.dryrun`); writes nothing. memory_limit: bytes that the
     run may take there, instead of what is free. watch: told of every record (`train.watch`); default: lines.
@@ -252,6 +255,11 @@ def train(
 
         held_states = [s.to(torch.device("cpu")) for s in source.many(ready.held)] if shared.is_first else []
 
+    measure = _measure(config, target, ready.held)
+    adaptation: Adaptation | None = None
+    if shared.is_first and is_adapted(config, target):
+        old = Path(config.init)
+        adaptation = Adaptation(out, old, lambda: measure(old, lambda: False), say)
     trainer = Trainer(
         config,
         ready.net,
@@ -263,18 +271,30 @@ def train(
         prepare_held_out(ready.held[: len(held_states)], held_states, target, config.eval_stride),
         say,
         processes=shared,
-        measure=_measure(config, target, ready.held),
+        measure=measure,
         watch=watch,
+        enough=adaptation,
     )
     if trainer.resume(out):
         say(f"resuming at step {trainer.step} of {config.steps}")
     if not trainer.run():
         return out / "latest"
     folder = drafter_folder(out, config)
+    if adaptation is not None:
+        folder = adaptation.end(folder)
     if shared.is_first:
-        write_json(out / "done.json", {"inputs": identity, "drafter": folder.name, "steps": config.steps})
+        name = folder.name if folder.parent == out else str(folder.resolve())
+        write_json(out / "done.json", {"inputs": identity, "drafter": name, "steps": config.steps})
     shared.wait()
     return folder
+
+
+def is_adapted(config: TrainConfig, target: Target) -> bool:
+    """Whether a run adapts a drafter: it starts from one whose target had other weights, and M is measured."""
+    if not config.init or not config.m_every:
+        return False
+    before = read_json(Path(config.init) / "config.json").get("weights_fingerprint")
+    return bool(before and target.weights_fingerprint and before != target.weights_fingerprint)
 
 
 def _silent(_: str) -> None:
