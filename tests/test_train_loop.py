@@ -244,7 +244,10 @@ def test_every_method_learns_resumes_and_drafts(
 def test_options_that_a_method_does_not_have_are_refused(config: TrainConfig) -> None:
     with pytest.raises(DartspecError, match="Medusa has no option 'prefix'; its own are num_blocks, top_k"):
         train(replace(config, method="medusa", options={"prefix": True}), target(), report=quiet)
-    with pytest.raises(DartspecError, match="DART has no option 'top_k'; its own are shifted, attention"):
+    with pytest.raises(
+        DartspecError,
+        match="DART has no option 'top_k'; its own are shifted, head, head_rank, continuity_rank, attention",
+    ):
         train(replace(config, options={"top_k": 3}), target(), report=quiet)
     with pytest.raises(
         DartspecError, match="the drafter prompt_lookup has no weights to train; there are: dart, dflash"

@@ -152,8 +152,14 @@ class Trainer:
                 f"sequences_per_step = {config.sequences_per_step} cannot be shared by {self.processes.count} "
                 "processes: it must be a multiple of them"
             )
+        if config.checkpointing:
+            if not hasattr(net, "recompute"):
+                raise DartspecError(f"checkpointing: {net.config.title} keeps all of its activations; leave it out")
+            net.recompute = True  # type: ignore[assignment]
         self.teacher_head = head_rows(view, net.target_ids()).to(self.device)
         self.net = net.to(self.device)
+        if (head := getattr(net, "target_head", None)) is not None:  # no parameter, so it does not move by itself
+            net.target_head = head.to(self.device)
         self.module = self.processes.wrap(Objective(self.net, loss, self.processes.count))
         self.dtype = torch.bfloat16 if config.bf16 else torch.float32
         trained = [p for p in net.parameters() if p.requires_grad]
@@ -257,9 +263,15 @@ class Trainer:
         own = plain_state(self.net) | self.ema
         whole = {name: self.processes.whole(t) for name, t in own.items()}
         if self._shown is None:
-            self._shown = type(self.net)(self.net.config).to(self.device)
+            self._shown = self._with_head(type(self.net)(self.net.config).to(self.device))
         self._shown.load_state_dict(whole)
         return self._shown
+
+    def _with_head(self, net: DraftNet) -> DraftNet:
+        """A drafter that uses the target's own head never saves it: it is given."""
+        if (head := getattr(self.net, "target_head", None)) is not None:
+            net.target_head = head
+        return net
 
     def save(self, folder: Path) -> None:
         """`state.pt` for resuming, and `latest/`, the drafter in bfloat16. Each file is written aside and renamed.
@@ -432,7 +444,7 @@ class Trainer:
         if not self.processes.is_first:
             return
         folder = drafter_folder(out, self.config)
-        net = type(self.net).from_folder(folder).float().to(self.device)
+        net = self._with_head(type(self.net).from_folder(folder).float().to(self.device))
         at = net.config.provenance
         record = {**self.evaluate(net), "step": at["step"], "tokens": at["trained_tokens"], "drafter": folder.name}
         if self.best:
