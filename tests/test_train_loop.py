@@ -352,6 +352,8 @@ def test_steps_may_be_raised_but_not_what_an_update_computes(config: TrainConfig
     trainer_of(config, monkeypatch)
     longer = trainer_of(replace(config, steps=16), monkeypatch)
     assert longer.step == 16
+    with pytest.raises(DartspecError, match="is at update 16, beyond steps = 10: raise steps"):
+        train(replace(config, steps=10), target(), report=quiet)
     for change in ({"learning_rate": 1e-2}, {"num_anchors": 5}, {"seed": 1}, {"gamma": 0.5}):
         name = next(iter(change))
         with pytest.raises(DartspecError, match=f"{name} was .*, this run says"):

@@ -328,6 +328,8 @@ class Trainer:
                     f"{path}: trained {what} ({found}, now {here}); give another output folder, and init_from to "
                     "start from what this one learned"
                 )
+        if state["step"] > self.config.steps:
+            raise DartspecError(f"{path} is at update {state['step']}, beyond steps = {self.config.steps}: raise steps")
         place = self.processes.place
         with torch.no_grad():
             for name, t in self.net.state_dict().items():
