@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+from dartspec.bench.provenance import provenance
+
 PROMPTS = {
     "Name three sights in Paris as a list, with one sentence each.": 120,
     "Write a Python class for a stack with push and pop, and show how to use it.": 140,
@@ -29,7 +31,8 @@ def main(server: str) -> None:
         + "\n}"
         for prompt, by_drafter in streams.items()
     ]
-    whole = f'{{"info": {json.dumps(info)},\n"streams": {{\n' + ",\n".join(lines) + "\n}}\n"
+    made = json.dumps(provenance())
+    whole = f'{{"provenance": {made},\n"info": {json.dumps(info)},\n"streams": {{\n' + ",\n".join(lines) + "\n}}\n"
     json.loads(whole)
     Path(__file__).with_name("recorded.json").write_text(whole, encoding="utf-8")
 
