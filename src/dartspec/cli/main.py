@@ -13,7 +13,21 @@ import typer
 from typer.core import TyperGroup
 
 from dartspec import __version__
-from dartspec.cli import bench, chat, demo, doctor, drafters, eval, generate, inspect, interrupt, ngram, serve, train
+from dartspec.cli import (
+    bench,
+    chat,
+    data,
+    demo,
+    doctor,
+    drafters,
+    eval,
+    generate,
+    inspect,
+    interrupt,
+    ngram,
+    serve,
+    train,
+)
 from dartspec.cli.options import debugging, forget
 from dartspec.cli.terminal import error_line
 from dartspec.errors import DartspecError
@@ -104,6 +118,7 @@ app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.add_typer(ngram.app, name="ngram")
+app.add_typer(data.app, name="data")
 app.command("train")(train.train)
 app.command("eval")(eval.evaluate)
 app.command("drafters")(drafters.drafters)

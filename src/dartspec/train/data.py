@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -146,6 +148,86 @@ def read_examples(paths: Sequence[Path], *, max_tokens: int, vocab_size: int, cu
     if not examples:
         raise DartspecError(f"no usable answer in {', '.join(map(str, paths))}")
     return examples
+
+
+INFO_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """What a file of token ids was made with and what was left out; kept beside it as FILE.info.json.
+
+    made_by: prepare or regenerate. template_hash: of the chat template, None for plain text. template_arguments: what
+    it was given (thinking or not). mask: how answers were found. counts, dropped (by reason) and not_rendered (parts of
+    conversations that the template did not write) are for people.
+    """
+
+    made_by: str
+    tokenizer_fingerprint: str
+    template_hash: str | None = None
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+    target: str = ""
+    sources: tuple[str, ...] = ()
+    counts: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+    not_rendered: dict[str, int] = field(default_factory=dict)
+    mask: str = ""
+    made_at: str = ""
+    format: int = INFO_FORMAT
+
+    @staticmethod
+    def path_of(data: Path) -> Path:
+        return data.with_name(data.name + ".info.json")
+
+    def write(self, data: Path) -> None:
+        """Beside the data file, aside and renamed."""
+        path = self.path_of(data)
+        aside = path.with_name(path.name + ".part")
+        aside.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(aside, path)
+
+    @classmethod
+    def read(cls, data: Path) -> FileInfo | None:
+        """None where the file has none: it was made elsewhere."""
+        path = cls.path_of(data)
+        if not path.is_file():
+            return None
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(values, dict) or values.get("format") != INFO_FORMAT:
+                raise DartspecError(f"{path}: format {INFO_FORMAT} was expected; prepare the data again")
+            return cls(**{**values, "sources": tuple(values.get("sources", ()))})
+        except (ValueError, TypeError) as error:
+            raise DartspecError(f"{path} is not an info file ({error}); prepare the data again") from None
+
+
+def check_infos(paths: Sequence[Path], fingerprint: str | None) -> dict[str, Any]:
+    """What the files' info says of the template they were rendered with: `template_hash` and `template_arguments`, for
+    a checkpoint's provenance; empty where no file has an info file.
+
+    Raises DartspecError where a file was made for another tokenizer, or the files' templates differ (case 24).
+    """
+    known: dict[str, Any] = {}
+    first = None
+    for path in paths:
+        info = FileInfo.read(path)
+        if info is None:
+            continue
+        if fingerprint is not None and info.tokenizer_fingerprint != fingerprint:
+            raise DartspecError(
+                f"{path} was made for tokenizer {info.tokenizer_fingerprint}, the target uses {fingerprint}: make it "
+                "again with `dartspec data prepare` for this target"
+            )
+        if info.template_hash is None:
+            continue
+        said = {"template_hash": info.template_hash, "template_arguments": info.template_arguments}
+        if first is not None and said != known:
+            raise DartspecError(
+                f"{path} was rendered with template {said['template_hash']} and {said['template_arguments']}, {first} "
+                f"with {known['template_hash']} and {known['template_arguments']}: train on one of them"
+            )
+        known, first = said, path
+    return known
 
 
 def split_examples(examples: Sequence[Example], held_out: float) -> tuple[list[Example], list[Example]]:

@@ -1,50 +1,77 @@
 """The target answers prompts itself: training answers (and index text) in the target's own words.
 
-    python -m dartspec.train.regenerate prompts/*.jsonl --out answers.jsonl --temperatures 0,0.7
-
-Prompts are lines of {"id", "turns": [user turn, ...]}; the first turn is asked. One line an answer comes out, as
-soon as it ends: {"id", "temperature", "prompt": ids, "response": ids}. Started again with the same output, it goes
-on where it was.
+One line an answer comes out, as soon as it ends: {"id", "temperature", "prompt": ids, "response": ids}, cut where it
+begins to loop; `dartspec data regenerate` is the command. Started again with the same output, it goes on where it was.
+An answer is a function of the prompt and its id: not of the batch, the drafter or an interruption.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
-import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TextIO
+from typing import Any, NamedTuple, TextIO
 
-import torch
-
+from dartspec.accounting import loop_start
 from dartspec.drafters import none
 from dartspec.engine import Request, generate
 from dartspec.errors import DartspecError
-from dartspec.target.fast import accelerate
-from dartspec.target.load import as_target, load_model
 from dartspec.target.target import Target
 from dartspec.text import Text
-from dartspec.types import SamplingParams
+from dartspec.train.conversations import conversation_of, read_records, reread
+from dartspec.train.data import FileInfo
+from dartspec.types import Controller, Drafter, SamplingParams
+
+Answers = Callable[[Sequence[Request]], Iterator[tuple[int, list[int] | None]]]
+"""Requests -> (index, ids) as they end, in any order; None for an answer that cannot be used."""
 
 
-def read_prompts(paths: Sequence[Path]) -> Iterator[tuple[str, str]]:
-    """(id, first user turn) of every line; a line of another form is named and refused."""
-    for path in paths:
-        if not path.is_file():
-            raise DartspecError(f"{path}: no such file; give JSONL files of prompts")
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    row = json.loads(line)
-                    yield str(row["id"]), str(row["turns"][0])
-                except (ValueError, KeyError, IndexError, TypeError) as error:
-                    raise DartspecError(
-                        f'{path}, line {number} is no prompt ({error}); expected {{"id": ..., "turns": ["..."]}}'
-                    ) from error
+class Ask(NamedTuple):
+    """What the assistant is to answer: the conversation up to there, tool calls and results as they were given."""
+
+    id: str
+    messages: tuple[Mapping[str, Any], ...]
+    tools: Any = None
+
+    @classmethod
+    def turn(cls, name: str, content: str) -> Ask:
+        return cls(name, ({"role": "user", "content": content},))
+
+
+def read_asks(sources: Sequence[str], split: str = "train", last: bool = False) -> Iterator[Ask]:
+    """A prompt of every record of the sources (`conversations.read_records`): what comes before the assistant's first
+    answer, or before its last. A record of `turns` is asked its first. An id is the record's own, or made from its
+    content. A record that asks nothing is named and refused."""
+    for source in sources:
+        for where, record in read_records(source, split):
+            try:
+                if isinstance(record, DartspecError):
+                    raise record
+                messages = _asked(conversation_of(record), last)
+            except DartspecError as error:
+                raise DartspecError(f"{where} is no prompt: {error}") from error
+            tools = record.get("tools")
+            name = record.get("id")
+            if name is None:
+                name = hashlib.sha256(json.dumps([messages, tools], sort_keys=True).encode()).hexdigest()[:16]
+            yield Ask(str(name), tuple(messages), json.loads(tools) if isinstance(tools, str) else tools or None)
+
+
+def _asked(conversation: Any, last: bool) -> list[dict[str, Any]]:
+    messages = conversation.messages
+    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    if answers:
+        end = answers[-1 if last else 0]
+    else:  # user turns alone: the first, behind a system turn
+        end = next((i + 1 for i, m in enumerate(messages) if m["role"] == "user"), 0)
+    if not end:
+        raise DartspecError("nothing comes before an answer; a prompt needs a user's turn")
+    return list(messages[:end])
 
 
 def done_ids(path: Path) -> set[str]:
@@ -63,114 +90,181 @@ def done_ids(path: Path) -> set[str]:
     return ids
 
 
+def from_target(target: Target, batch: int, drafter: Drafter | None = None, num_nodes: int | Controller = 0) -> Answers:
+    """The target itself, plain or with a drafter's help: the answers are the same."""
+
+    def answers(requests: Sequence[Request]) -> Iterator[tuple[int, list[int] | None]]:
+        ids: dict[int, list[int]] = {}
+        helper = none.Plain() if drafter is None else drafter
+        for chunk in generate(target, helper, requests, batch=batch, num_nodes=num_nodes):
+            ids.setdefault(chunk.index, []).extend(chunk.ids)
+            if chunk.finish:
+                yield chunk.index, ids.pop(chunk.index)
+
+    return answers
+
+
+Post = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""The body of one request to /v1/completions -> the server's answer."""
+
+
+def from_server(post: Post, text: Text, num_at_once: int) -> Answers:
+    """Any OpenAI-compatible server, asked by token ids. Its ids are taken where it gives them (`return_token_ids`) and
+    say the same text; else the text is tokenized here. An answer that our tokenizer cannot write is none."""
+    end = text.tokenizer.eos_token_id
+
+    def one(request: Request) -> list[int] | None:
+        p = request.params
+        answer = post(
+            {
+                "prompt": list(request.prompt),
+                "max_tokens": p.max_tokens,
+                "temperature": p.temperature,
+                "seed": int(p.seed or 0) & 0x7FFFFFFF,
+                "return_token_ids": True,
+            }
+        )
+        try:
+            choice = answer["choices"][0]
+            said, finish = str(choice["text"]), choice.get("finish_reason")
+        except (KeyError, IndexError, TypeError):
+            raise DartspecError(f"the server's answer has no choices: {str(answer)[:120]}") from None
+        ids = choice.get("token_ids")
+        if ids is not None and not all(type(i) is int and 0 <= i < text.num_tokens for i in ids):
+            return None
+        if ids is None:
+            ids = text.encode(said)
+            if finish == "stop" and isinstance(end, int):
+                ids.append(end)
+        same = text.decode(ids) == said or text.decode(ids, skip_special=False) == said
+        return list(ids) if same and ids else None
+
+    def answers(requests: Sequence[Request]) -> Iterator[tuple[int, list[int] | None]]:
+        waiting = iter(enumerate(requests))
+        with ThreadPoolExecutor(num_at_once) as pool:
+            running = {pool.submit(one, r): i for i, r in _some(waiting, num_at_once)}
+            try:
+                while running:
+                    for future in wait(running, return_when=FIRST_COMPLETED).done:
+                        yield running.pop(future), future.result()
+                        running.update({pool.submit(one, r): i for i, r in _some(waiting, 1)})
+            finally:
+                for future in running:
+                    future.cancel()
+
+    return answers
+
+
+def _some(waiting: Iterator[tuple[int, Request]], most: int) -> Iterator[tuple[int, Request]]:
+    for _ in range(most):
+        pair = next(waiting, None)
+        if pair is None:
+            return
+        yield pair
+
+
 def regenerate(
-    target: Target,
+    answers: Answers,
     text: Text,
-    prompts: Sequence[tuple[str, str]],
+    asks: Sequence[Ask],
     out: Path,
     *,
     temperatures: Sequence[float] = (0.0, 0.7),
-    batch: int = 48,
     max_tokens: int = 208,
     max_prompt: int = 176,
+    arguments: Mapping[str, Any] | None = None,
+    target: str = "",
+    sources: Sequence[str] = (),
     log: TextIO = sys.stderr,
-) -> int:
-    """Answers all prompts not yet in `out`; returns how many answers were added.
+) -> FileInfo:
+    """Answers all prompts not yet in `out` and writes the info file beside it.
 
     An id's temperature and seed follow from the id, so a resumed run writes what an unbroken one would have written.
-    Prompts longer than `max_prompt` tokens are left out and counted.
+    Prompts longer than `max_prompt` tokens are left out and counted. arguments: of the chat template; a file that was
+    begun with others, or for another tokenizer, is refused.
     """
+    given = dict(arguments or {})
+    before = FileInfo.read(out)
+    if before is not None:
+        _same(out, before, text, given)
     done = done_ids(out)
-    ids, requests, num_long = [], [], 0
-    for name, turn in prompts:
-        if name in done:
+    counts, dropped = Counter(before.counts if before else {}), Counter[str]()
+    names, requests = [], []
+    for ask in asks:
+        if ask.id in done:
             continue
-        prompt = text.encode_chat([{"role": "user", "content": turn}])
+        tools = {} if ask.tools is None else {"tools": ask.tools}
+        prompt = text.encode_chat(ask.messages, **tools, **given)
         if len(prompt) > max_prompt:
-            num_long += 1
+            dropped[f"a prompt longer than {max_prompt} tokens"] += 1
             continue
-        draw = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+        draw = int.from_bytes(hashlib.sha256(ask.id.encode()).digest()[:8], "little")
         temperature = temperatures[draw % len(temperatures)]
-        params = SamplingParams(temperature=temperature, seed=draw, max_tokens=max_tokens)
-        ids.append(name)
-        requests.append(Request(prompt, params))
+        names.append(ask.id)
+        requests.append(Request(prompt, SamplingParams(temperature=temperature, seed=draw, max_tokens=max_tokens)))
+    num_long = sum(dropped.values())
     print(f"{len(requests)} prompts to answer, {len(done)} answered already, {num_long} too long", file=log)
-    answers: dict[int, list[int]] = {}
-    num_tokens = num_answers = 0
+
+    def info() -> FileInfo:
+        return FileInfo(
+            made_by="regenerate",
+            tokenizer_fingerprint=text.fingerprint,
+            template_hash=text.template_hash,
+            template_arguments=given,
+            target=target,
+            sources=tuple(Path(s).name for s in sources),
+            counts=dict(counts),
+            dropped=dict(dropped),
+            mask="the answer",
+            made_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        )
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    info().write(out)  # before the first answer: a run that is killed has said what it was made with
+    num_written = num_answers = 0
     began = shown = time.monotonic()
     with open(out, "a", encoding="utf-8") as file:
-        for chunk in generate(target, none.Plain(), requests, batch=batch, num_nodes=0):
-            answers.setdefault(chunk.index, []).extend(chunk.ids)
-            if not chunk.finish:
-                continue
-            request, response = requests[chunk.index], answers.pop(chunk.index)
-            row = {
-                "id": ids[chunk.index],
-                "temperature": request.params.temperature,
-                "prompt": list(request.prompt),
-                "response": response,
-            }
-            file.write(json.dumps(row, separators=(",", ":")) + "\n")
-            file.flush()
-            num_answers, num_tokens = num_answers + 1, num_tokens + len(response)
+        for index, response in answers(requests):
+            num_answers += 1
+            if response is None:
+                dropped["an answer that our tokenizer does not write"] += 1
+            else:
+                num_written += len(response)
+                if (loop := loop_start(response)) is not None:
+                    response = response[:loop]
+                    counts["loops_cut"] += 1
+                request = requests[index]
+                row = {
+                    "id": names[index],
+                    "temperature": request.params.temperature,
+                    "prompt": list(request.prompt),
+                    "response": response,
+                }
+                file.write(json.dumps(row, separators=(",", ":")) + "\n")
+                file.flush()
+                counts.update(
+                    examples=1, answers=1, answer_tokens=len(response), tokens=len(request.prompt) + len(response)
+                )
             now = time.monotonic()
             if now - shown > 10 or num_answers == len(requests):
-                shown, rate = now, num_tokens / (now - began)
-                left = (len(requests) - num_answers) * (num_tokens / num_answers) / rate
+                shown, rate = now, num_written / (now - began)
+                left = (len(requests) - num_answers) * (now - began) / num_answers
                 print(
-                    f"{num_answers}/{len(requests)} answers, {num_tokens} tokens, {rate:.0f} tokens/s,"
+                    f"{num_answers}/{len(requests)} answers, {num_written} tokens, {rate:.0f} tokens/s,"
                     f" {left / 60:.0f} min left",
                     file=log,
                     flush=True,
                 )
-    return num_answers
+                info().write(out)
+    counts = Counter(reread([out])) + Counter(loops_cut=counts["loops_cut"])  # whatever was written by earlier runs
+    made = info()
+    made.write(out)
+    return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("prompts", type=Path, nargs="+", help="JSONL files of prompts")
-    p.add_argument("--out", type=Path, required=True, help="JSONL file of answers; what it has is not asked again")
-    p.add_argument("--model", default=None, help="folder, hub id or GGUF file (default: the embedded model)")
-    p.add_argument("--dtype", default=None, help="default: the machine's")
-    p.add_argument("--temperatures", default="0,0.7", help="shared out over the prompts by their ids (default: 0,0.7)")
-    p.add_argument("--batch", type=int, default=48, help="answers written at a time (default: 48)")
-    p.add_argument("--max-tokens", type=int, default=208, help="of an answer (default: 208)")
-    p.add_argument("--max-prompt", type=int, default=176, help="tokens; longer ones are left out (default: 176)")
-    p.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
-    try:
-        _run(p.parse_args(arguments))
-    except DartspecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
-        return 130
-    return 0
-
-
-def _run(a: argparse.Namespace) -> None:
-    try:
-        temperatures = [float(t) for t in a.temperatures.split(",")]
-    except ValueError:
-        raise DartspecError(f"--temperatures is {a.temperatures!r}; it must be numbers such as 0,0.7") from None
-    if a.threads < 1:
-        raise DartspecError(f"--threads is {a.threads}; it must be 1 or more")
-    prompts = sorted(read_prompts(a.prompts))
-    random.Random(0).shuffle(prompts)  # sets mixed, so that a run stopped half-way has some of each
-    torch.set_num_threads(a.threads)
-    loaded = load_model(a.model, dtype=a.dtype)
-    accelerate(loaded.model, torch.arange(3, 11)[None], a.threads)
-    regenerate(
-        as_target(loaded),
-        Text(loaded.tokenizer),
-        prompts,
-        a.out,
-        temperatures=temperatures,
-        batch=a.batch,
-        max_tokens=a.max_tokens,
-        max_prompt=a.max_prompt,
-    )
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+def _same(out: Path, before: FileInfo, text: Text, arguments: Mapping[str, Any]) -> None:
+    was = (before.tokenizer_fingerprint, before.template_hash, before.template_arguments)
+    now = (text.fingerprint, text.template_hash, dict(arguments))
+    for name, a, b in zip(("tokenizer", "chat template", "template arguments"), was, now, strict=True):
+        if a != b:
+            raise DartspecError(f"{out} was begun with {name} {a}, this run has {b}: give another --out")
