@@ -372,3 +372,40 @@ def test_gpt2_keeps_its_layers_and_gets_a_packed_head():
     assert report.used
     assert (report.num_linears, report.num_attentions, report.num_norms) == (1, 0, 0)
     assert fast._relative_error(logits(model, ids(20)), expected) < 0.02
+
+
+@needs_kernel
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_prompts_that_begin_alike_are_read_once_and_answered_as_alone(temperature, monkeypatch):
+    from dartspec.drafters import none, prompt_lookup
+    from dartspec.engine import Request, generate
+    from dartspec.target.target import Session, Target
+    from dartspec.types import SamplingParams
+
+    model = tiny("LlamaConfig")
+    fast.accelerate(model, ids(), 1)
+    target = Target(model)
+    shared = list(range(3, 23))
+    prompts = [[*shared, 30 + i, 40 - i] for i in range(4)] + [shared[:20], [9, *shared], shared[:5]]
+    requests = [
+        Request(p, SamplingParams(temperature=temperature, seed=i, max_tokens=8, ignore_eos=True))
+        for i, p in enumerate(prompts)
+    ]
+    read = []
+    extend = Session.extend
+    monkeypatch.setattr(
+        Session, "extend", lambda s, slot, new, *a, **k: read.append(len(new)) or extend(s, slot, new, *a, **k)
+    )
+
+    def answers(batch, drafter):
+        got = {}
+        for chunk in generate(target, drafter, requests, batch=batch, num_nodes=4):
+            got.setdefault(chunk.index, []).extend(chunk.ids)
+        return got
+
+    alone = answers(1, none.Plain())
+    assert read == [len(p) for p in prompts]
+    read.clear()
+    assert answers(7, none.Plain()) == alone
+    assert read == [22, 2, 2, 2, 1, 21, 5]
+    assert answers(7, prompt_lookup.load(prompt_lookup.Config(), target)) == alone

@@ -105,6 +105,8 @@ def generate(
             while waiting and len(alive) < batch:
                 s = waiting.pop()
                 rounds.join(s)
+                if not drafter.taps and target.straight is not None:
+                    _begin_alike(rounds.session, s, alive)
                 alive.append(s)
                 first = s.prefill(rounds.session)
                 if s.finish:
@@ -123,6 +125,25 @@ def generate(
         for s in alive:  # also when the caller stops listening half-way
             rounds.leave(s)
         rounds.session.close()
+
+
+LEAST_ALIKE = 8  # tokens of a prompt's beginning that are worth copying
+
+
+def _begin_alike(session: Session, s: Running, alive: Sequence[Running]) -> None:
+    """Copies the keys and values of the longest beginning that the prompt shares with a sequence in progress: the chat
+    template's, as a rule. With our kernels these are the bits that reading it anew would give (a row's result does not
+    depend on the rows beside it); a drafter that reads hidden states would miss them."""
+    most, source = LEAST_ALIKE - 1, -1
+    prompt = s.ids[:-1]  # the last token has to be run
+    for other in alive:
+        if other.ids[: most + 1] == prompt[: most + 1] and len(prompt) > most:
+            pairs = enumerate(zip(prompt, other.ids[: other.num_prompt], strict=False))
+            end = min(len(prompt), other.num_prompt)
+            most, source = next((i for i, (a, b) in pairs if a != b), end), other.slot
+    if source >= 0:
+        session.copy(source, s.slot, most)
+        s.begin_at(most, was_read=False)
 
 
 class Rounds:
