@@ -20,7 +20,7 @@ from dartspec.serve.service import Service, Settings
 from dartspec.types import SamplingParams
 
 SMALL = Limits(num_slots=4, num_waiting=64, max_length=128)
-PATIENCE_S = 60.0  # until a test gives up
+PATIENCE_S = 240.0  # until a test gives up
 
 
 def tiny_lm(folder: Path, drafter: Any = "prompt_lookup", **options: Any) -> LM:

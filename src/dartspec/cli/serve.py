@@ -38,7 +38,7 @@ def serve(
     memory_mib: Annotated[int, typer.Option(min=1, help="Memory for keys and values, MiB.")] = 2048,
     timeout: Annotated[float, typer.Option(help="Seconds that an answer may take, waiting included.")] = 600.0,
     grace: Annotated[float, typer.Option(help="Seconds to finish answers when told to stop.")] = 30.0,
-    max_body_kib: Annotated[int, typer.Option(min=1, help="Size of a request at most, KiB.")] = 2048,
+    max_body_kib: Annotated[int, typer.Option(min=1, help="Size of a request at most, KiB.")] = 1024,
     allow_host: Annotated[
         list[str] | None, typer.Option(help="Another name by which this server is called; may be repeated.")
     ] = None,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 PLAIN = "plain"  # what users call the drafter `none`
 PLAIN_TOKENS, PLAIN_S = 32, 3.0  # of the measurement at start
+READERS = 4  # prompts that are made into tokens at once
 SIDE_SLOTS = 2  # of a lane that was asked for by name
 HIDDEN = frozenset(
     {"none", "oracle", "mix", "small_model"}
@@ -55,7 +56,7 @@ class Settings:
     api_key: str | None = None
     timeout_s: float = 600.0
     grace_s: float = 30.0
-    body_bytes: int = 2 << 20
+    body_bytes: int = 1 << 20
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     log_prompts: bool = False
@@ -209,8 +210,8 @@ class Service:
         self._lm: LM | None = None
         self._lanes: Lanes | None = None
         self._controllers: dict[str, Any] = {}
-        # one thread: tokenizers do not like two at once
-        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dartspec-read")
+        # several, so that a prompt of a million characters, which takes seconds, does not hold up the others
+        self._reader = ThreadPoolExecutor(max_workers=READERS, thread_name_prefix="dartspec-read")
         self._maker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dartspec-make")
 
     # -- start and end -----------------------------------------------------------------------------------------------
