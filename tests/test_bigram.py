@@ -265,6 +265,10 @@ def test_another_draft_vocabulary_takes_its_rows_along() -> None:
         assert torch.equal(new.continuity.outer.weight[row], wanted)
     with pytest.raises(DartspecError, match=r"continuity\.inner\.weight is nothing there"):
         warm_start(new, random_net(config()))
+    with pytest.raises(DartspecError, match=r"lm_head\.weight is nothing there"):
+        warm_start(random_net(config()), random_net(config(head="target")))
+    with pytest.raises(DartspecError, match=r"lm_head\.weight is \[37, 7\] there, this run needs \[37, 5\]"):
+        warm_start(dart.start(start(head="low_rank", head_rank=5)), random_net(config(head="low_rank", head_rank=7)))
 
 
 def test_vllm_gets_the_whole_head_and_no_continuity(tmp_path: Path) -> None:
