@@ -10,9 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 import tiny_cli
+import tiny_train
 from dartspec.cli.main import app
 from dartspec.errors import DartspecError
 from dartspec.text import Text
+from dartspec.train import run
 from dartspec.train.conversations import Conversation, Limits, Renderer, conversation_of, document, prepare
 from dartspec.train.data import Example, FileInfo, check_infos, loss_mask, read_examples
 
@@ -268,3 +270,17 @@ def test_the_command_prepares_and_says_so(tmp_path: Path) -> None:
     assert "dropped: 1 x a record has the keys x" in result.stdout
     result = CliRunner().invoke(app, ["data", "info", str(out)])
     assert "rendered twice" in result.stdout
+
+
+def test_a_checkpoint_says_which_template_arguments_its_data_had(tmp_path: Path) -> None:  # case 24
+    config, target = tiny_train.config_in(tmp_path), tiny_train.target()
+    data = Path(config.data[0])
+    assert "template_arguments" not in run.prepare(config, target, "the target's").net.config.provenance
+    FileInfo("prepare", target.tokenizer_fingerprint or "", "data's", {"enable_thinking": False}).write(data)
+    made = run.prepare(config, target, "the target's").net.config
+    assert made.provenance["template_arguments"] == {"enable_thinking": False}
+    assert made.template_hash == "data's"
+    target.tokenizer_fingerprint = "mine"
+    FileInfo("prepare", "another").write(data)
+    with pytest.raises(DartspecError, match="made for tokenizer another, the target uses mine"):
+        run.prepare(config, target)

@@ -22,6 +22,7 @@ from dartspec.train.config import TrainConfig
 from dartspec.train.data import (
     DraftVocabulary,
     Example,
+    check_infos,
     choose_vocabulary,
     digest,
     read_examples,
@@ -165,6 +166,8 @@ class Prepared(NamedTuple):
 def prepare(config: TrainConfig, target: Target, template_hash: str | None = None) -> Prepared:
     """Read the data, choose the draft vocabulary, start the network. No forward of the target."""
     paths = [Path(p) for p in config.data]
+    rendered = check_infos(paths, target.tokenizer_fingerprint)
+    template_hash = rendered.get("template_hash", template_hash)
     examples = read_examples(paths, max_tokens=config.max_tokens, vocab_size=target.num_tokens)
     training, held = split_examples(examples, config.held_out)
     random.Random(0).shuffle(training)  # any part of a cache that is still being written is then a fair sample
@@ -177,6 +180,7 @@ def prepare(config: TrainConfig, target: Target, template_hash: str | None = Non
         },
         "coverage": round(vocabulary.coverage, 5),
         "torch": torch.__version__,
+        **{key: value for key, value in rendered.items() if key == "template_arguments"},
     }
     module = method(config.method)
     trained: DraftNet | None = module.read(Path(config.init)) if config.init else None
