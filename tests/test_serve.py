@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -567,7 +566,7 @@ def test_metrics_page_is_prometheus_text(served: Served) -> None:
 
 def test_first_pieces_come_before_the_answer_is_whole(served: Served) -> None:
     body = chat("a", temperature=0, ignore_eos=True, stream=True, speculate="off")
-    with httpx.stream("POST", f"{served.url}/v1/chat/completions", json=body, timeout=60) as answer:
+    with served.client.stream("POST", "/v1/chat/completions", json=body) as answer:
         for _ in itertools.islice(events(answer), 3):
             pass
         assert served.in_use == 1

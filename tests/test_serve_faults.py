@@ -192,7 +192,7 @@ def test_an_answer_that_takes_too_long_ends_with_a_reason(folder: Path) -> None:
         assert answer.json()["error"]["code"] == "timeout"
         assert answer.headers["x-should-retry"] == "false"
         slow.let(6)
-        with httpx.stream("POST", f"{served.url}/v1/chat/completions", json=chat("s", stream=True, **LONG)) as stream:
+        with served.client.stream("POST", "/v1/chat/completions", json=chat("s", stream=True, **LONG)) as stream:
             seen = list(events(stream))
         assert seen[-1]["error"]["code"] == "timeout"
         assert all("error" not in piece for piece in seen[:-1])
@@ -588,7 +588,7 @@ def test_while_it_starts_it_says_how_far_it_is(folder: Path) -> None:
     thread = threading.Thread(target=lambda: server.run(sockets=[bound]))
     thread.start()
     wait_until(lambda: server.started)
-    with httpx.Client(base_url=f"http://127.0.0.1:{bound.getsockname()[1]}") as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{bound.getsockname()[1]}", timeout=PATIENCE_S) as client:
         ready = client.get("/ready")
         assert (ready.status_code, ready.json()) == (503, {"status": "loading the model"})
         assert client.get("/health").status_code == 200
@@ -622,8 +622,10 @@ def test_the_program_serves_reloads_and_stops(folder: Path, tmp_path: Path) -> N
         assert "ready: " in text, text
         url = text.split("listening on ")[1].split(";")[0]
         key = {"authorization": "Bearer sesame"}
-        assert httpx.get(f"{url}/v1/models").status_code == 401
-        answer = httpx.post(f"{url}/v1/chat/completions", json=chat("Hi", max_tokens=3), headers=key, timeout=60)
+        assert httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).status_code == 401
+        answer = httpx.post(
+            f"{url}/v1/chat/completions", json=chat("Hi", max_tokens=3), headers=key, timeout=PATIENCE_S
+        )
         assert answer.status_code == 200
         process.send_signal(signal.SIGHUP)
         wait_until(lambda: '"reloaded"' in path.read_text())
