@@ -36,6 +36,7 @@ class Metrics:
     prefill_ms: float = 0.0
     num_prompt_tokens: int = 0
     num_new_tokens: int = 0  # generated tokens, the prefill's token included
+    lossy: bool = False  # whether a rule was asked for that may change the text
 
     @classmethod
     def merged(cls, parts: Iterable[Metrics]) -> Metrics:
@@ -46,6 +47,7 @@ class Metrics:
             whole.prefill_ms += part.prefill_ms
             whole.num_prompt_tokens += part.num_prompt_tokens
             whole.num_new_tokens += part.num_new_tokens
+            whole.lossy |= part.lossy
         return whole
 
     def before(self, num_tokens: int) -> Metrics:
@@ -150,6 +152,7 @@ class Metrics:
         """JSON-ready: the figures under our names and vLLM's, stage times in milliseconds a round."""
         n = max(self.num_rounds, 1)
         return {
+            **({"lossy": True} if self.lossy else {}),
             "tokens_per_s": round(self.tokens_per_s, 2),
             "A": round(self.A, 4),
             "M": round(self.M, 4),

@@ -36,7 +36,7 @@ from dartspec.types import (
     TokenTree,
     Verdict,
 )
-from dartspec.verify import Together, verify
+from dartspec.verify import Together, verify, verify_typical
 
 MOST_UNREAD = 8 << 20  # bytes of features that wait for a drafter that is not called; then it reads without drafting
 _log = logging.getLogger(__name__)
@@ -164,11 +164,14 @@ class Rounds:
         self._device = target.device
         # on an accelerator all sequences are verified at once, with one transfer back
         on_device = target.device.type != "cpu" or target.recorder is not None
+        self._typical: float | None = getattr(drafter, "typical", None)  # lossy, and only where it was asked for
+        on_device = on_device and self._typical is None
         self._together = Together(target.num_tokens, target.device, target.recorder) if on_device else None
 
     def join(self, s: Running) -> None:
         """A sequence begins: it takes a row of the session."""
         self.forget(s.slot)  # whatever a stream that nobody closed has left there
+        s.metrics.lossy = self._typical is not None
         self.session.open(s.slot)
         self.controller.join(s.slot, s.sampler.params, s.num_prompt)
 
@@ -306,6 +309,8 @@ class Rounds:
     def _verdict(self, s: Running, scores: Scores, tree: TokenTree) -> Verdict | None:
         """None where no token can be picked, or the request's own processor failed: that ends this sequence alone."""
         try:
+            if self._typical is not None:
+                return verify_typical(scores, tree, s.sampler, s.ids, self._typical)
             return verify(scores, tree, s.sampler, s.ids, self._every)
         except Exception as error:
             if self.strict:

@@ -6,6 +6,7 @@ pick does not depend on the tree, so the committed tokens are those of plain dec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -55,6 +56,45 @@ def _pick_others(picks: Tensor, scores: Scores, tree: TokenTree, sampler: Sample
                 picks[node] = sampler.pick(scores.logits[node], history, paths[node])
             except DartspecError:  # no token can follow here: an error only if the walk had come this way
                 continue
+
+
+def verify_typical(
+    scores: Scores, tree: TokenTree, sampler: Sampler, history: Sequence[int], epsilon: float
+) -> Verdict:
+    """Medusa's typical acceptance (arXiv 2401.10774, section 3.3.1). LOSSY: the text is not the target's.
+
+    A draft stays where its probability, with the request's temperature and filters, is above
+    min(epsilon, sqrt(epsilon) * exp(-entropy)); of the paths that stay the longest is taken, and of equals the first.
+    Behind it the target picks as always. Greedily only the likeliest token has a probability: then it is `verify`.
+    """
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    paths: list[list[int]] = [[0]]
+    kept: dict[int, Tensor] = {}  # node whose path stays -> probabilities of what follows it
+
+    def row(node: int) -> Tensor:
+        if node not in kept:
+            drafted = [tokens[i] for i in paths[node][1:]]
+            values = sampler.process(scores.logits[node], history, drafted)
+            greedy = sampler.params.temperature == 0
+            kept[node] = torch.nn.functional.one_hot(values.argmax(), len(values)) if greedy else values.softmax(-1)
+        return kept[node]
+
+    best = 0
+    for i in range(1, len(tokens)):
+        paths.append([])
+        if not paths[parents[i]]:
+            continue
+        p = row(parents[i]).double()
+        entropy = -float(torch.special.xlogy(p, p).sum())
+        if float(p[tokens[i]]) > min(epsilon, math.sqrt(epsilon) * math.exp(-entropy)):
+            paths[i] = [*paths[parents[i]], i]
+            best = i if len(paths[i]) > len(paths[best]) else best
+    path = paths[best]
+    bonus = sampler.pick(scores.logits[best], history, [tokens[i] for i in path[1:]])
+    picks = torch.full((len(tokens),), -1, dtype=torch.int32)
+    for node, following in zip(path, [*(tokens[i] for i in path[1:]), bonus], strict=True):
+        picks[node] = following
+    return Verdict(path, bonus, picks)
 
 
 class Together:

@@ -5,11 +5,13 @@ after it: head t is a few residual blocks x + silu(W x + b) and a linear layer o
 of one another, so the tree is a product of their likeliest tokens: the best paths by probability, or a fixed shape of
 ranks (`choices`, the paper's static tree).
 
-The paper's typical acceptance changes what the target would have written; it is left out here.
+The paper's typical acceptance changes what the target would have written. It is off unless the setting `typical` asks
+for it, with a warning, and what it writes is marked lossy.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,19 +37,25 @@ class Config(NetConfig):
     top_k:   tokens of a head that are considered.
     choices: a fixed tree as paths of ranks, best first: (0, 2) is the second head's third choice under the first's
              first. Empty: the likeliest paths, which is what such a tree approximates.
+    typical: LOSSY: the threshold epsilon of the paper's typical acceptance; None keeps the target's text.
     """
 
     title: ClassVar[str] = "Medusa"
     name: ClassVar[str] = "medusa"
     sizes: ClassVar[tuple[str, ...]] = (*NetConfig.sizes, "num_blocks", "top_k")
-    settings: ClassVar[tuple[str, ...]] = ("d", "top_k")
+    settings: ClassVar[tuple[str, ...]] = ("d", "top_k", "typical")
 
     num_blocks: int = 1
     top_k: int = 10
     choices: tuple[tuple[int, ...], ...] = ()
+    typical: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.refuse_unless(
+            self.typical is None or (isinstance(self.typical, float) and 0 < self.typical < 1),
+            f"typical is {self.typical!r}; must be a threshold between 0 and 1, or null",
+        )
         object.__setattr__(self, "choices", tuple(tuple(path) for path in self.choices))
         known: set[tuple[int, ...]] = {()}
         for path in self.choices:
@@ -155,10 +163,18 @@ class MedusaDrafter:
     """Drafts for any number of sequences: each head sees all their last states at once.
 
     net: its weights are copied, in the target's dtype and on its device.
+    typical: for the engine: a lossy rule of acceptance, or None.
     """
 
     def __init__(self, net: MedusaNet, view: TargetView) -> None:
         self.config = c = net.config
+        self.typical = c.typical
+        if c.typical is not None:
+            warnings.warn(
+                f"typical acceptance (typical={c.typical:g}) is lossy: sampled text is no longer what the target would "
+                "have written; leave the setting out to keep it",
+                stacklevel=2,
+            )
         self.taps = c.taps
         self.view = view
         with torch.no_grad():

@@ -159,4 +159,6 @@ def load(config: Config, view: TargetView, parts: Sequence[Drafter] = ()) -> Mix
     """parts: the drafters that `config.parts` names, loaded for this target, in that order."""
     if len(parts) != len(config.parts):
         raise DartspecError(f"mix names {len(config.parts)} parts ({', '.join(config.parts)}), {len(parts)} were given")
+    if any(getattr(part, "typical", None) is not None for part in parts):
+        raise DartspecError("typical acceptance is Medusa's own rule for its own tree: give it alone, without +")
     return Mix(config, parts)
