@@ -52,7 +52,7 @@ def tune(a: argparse.Namespace) -> None:
         with torch.no_grad():
             for master, p in zip(masters, model.parameters(), strict=True):
                 p.copy_(master)
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         if (step + 1) % 20 == 0:
             print(
                 f"{step + 1}/{a.steps}: loss {sum(losses[-20:]) / 20:.3f}, {time.monotonic() - began:.0f} s", flush=True
