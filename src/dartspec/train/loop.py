@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import signal
 import time
@@ -43,19 +42,6 @@ def head_rows(view: TargetView, ids: Tensor) -> Tensor:
     with torch.no_grad():
         unit = torch.eye(view.hidden_size, dtype=view.dtype, device=view.device)
         return view.lm_head(unit)[:, ids.to(view.device)].T.float().cpu().contiguous()
-
-
-def target_layer(model: nn.Module, number: int) -> dict[str, Tensor]:
-    """Weights of the target's decoder layer of that number, from 0, by the names of a Llama layer
-    (`self_attn.q_proj.weight`, ...).
-
-    Empty for a target whose layers are named or numbered otherwise; what does not fit is not used.
-    """
-    found: dict[str, Tensor] = {}
-    for name, weight in model.state_dict().items():
-        if (match := re.search(rf"(?:^|\.)layers\.{number}\.(.+)$", name)) is not None:
-            found[match[1]] = weight
-    return found
 
 
 def warm_start(net: DraftNet, trained: DraftNet) -> None:
