@@ -171,7 +171,12 @@ def show_info(
     no_color: o.NoColorOption = False,
     debug: o.DebugOption = False,
 ) -> None:
-    """Say what files of training data hold and what they were made with."""
+    """Say what files of training data hold and what they were made with.
+
+    \b
+    Example:
+      dartspec data info answers.jsonl --json
+    """
     term = Terminal(json=json, no_color=no_color)
     from dartspec.train.conversations import reread
     from dartspec.train.data import FileInfo
