@@ -336,6 +336,27 @@ def vllm(result: dict[str, Any]) -> str:
     )
 
 
+def settings(result: dict[str, Any]) -> str:
+    """`search_settings.py`: each method at its best of the settings that were tried."""
+    body = []
+    for m in result["methods"]:
+        best, worst = m["best"], min(m["rows"][1:], key=lambda r: r["tokens_per_s"])
+        ms = best["ms_per_round"]
+        body.append(
+            [
+                f"{m['method']}{' (trained)' if m['trained'] else ''}",
+                f"`{best['setting']}`",
+                f"{best['M']:.2f}",
+                f"{m['speed_up_of_best']:.2f}",
+                f"{ms['draft'] + ms['search']:.1f}",
+                f"{ms['verify']:.1f}",
+                f"`{worst['setting']}` {worst['tokens_per_s'] / m['rows'][0]['tokens_per_s']:.2f}",
+            ]
+        )
+    head = ["method", "best setting@nodes", "M", "times plain", "draft ms", "verify ms", "worst setting, times plain"]
+    return f"{result['prompts']} prompts, {result['max_tokens']} tokens each.\n\n{rows(head, body)}"
+
+
 def latency(result: dict[str, Any]) -> str:
     """`bench latency`: percentiles of the waits, and ratios to plain decoding."""
     waits = ("first_ms", "per_token_ms", "end_ms")
@@ -636,13 +657,15 @@ def ablations_training(result: dict[str, Any]) -> str:
     for r in last:
         m = [by.get((r["variant"], c, n)) for c in ("none", "answers + context") for n in (16, 59)]
         hits = [_with_interval(e, percent=True) for e in r["hit1"]] + [f"{100 * e[0]:.1f}" for e in r["hit10"]]
-        body.append([r["variant"], *hits, *("" if e is None else _with_interval(e) for e in m)])
+        less = _with_interval(r["hit1_less_base"][0], percent=True) if r["variant"] != "shifted 0.6" else ""
+        body.append([r["variant"], hits[0], less, *hits[1:], *("" if e is None else _with_interval(e) for e in m)])
     seeds = len(last[0]["seeds"])
-    head = ["variant", *(f"hit@1, {t}" for t in (1, 2, 3)), *(f"hit@10, {t}" for t in (1, 2, 3))]
+    head = ["variant", "hit@1, 1", "less that of shifted 0.6"]
+    head += [*(f"hit@1, {t}" for t in (2, 3)), *(f"hit@10, {t}" for t in (1, 2, 3))]
     return (
         f"{last[0]['tokens']:,} tokens each, {seeds} seed{'s' * (seeds > 1)}, {last[0]['held_out_answers']} held-out "
         "answers; hits in percent at offsets 1 to 3, 95 % intervals over answers.\n\n"
-        + rows([*head, "M, no index, 16", "59 nodes", "M, answers + context, 16", "59 nodes"], body)
+        + rows([*head, *(f"M, {c}, {n}" for c in ("no index", "answers + context") for n in (16, 59))], body)
     )
 
 
@@ -665,6 +688,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "soundness": soundness,
     "soak": soak,
     "vllm": vllm,
+    "vllm-eagle3": vllm,
+    "settings": settings,
     "ngram-build": ngram_build,
     "continuity": continuity,
     "stages": stages,
@@ -693,6 +718,7 @@ PAGES = (
     (ROOT / "README.md", "docs/results"),
     (ROOT / "docs" / "numbers.md", "results"),
     (ROOT / "docs" / "methods.md", "results"),
+    (ROOT / "docs" / "which-method.md", "results"),
     (ROOT / "docs" / "serving-many.md", "results"),
     (ROOT / "docs" / "building-an-index.md", "results"),
     (ROOT / "docs" / "performance.md", "results"),

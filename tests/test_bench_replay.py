@@ -310,10 +310,12 @@ def test_the_verbs_capture_and_replay(tmp_path: Path, index: Path) -> None:
     chain = json.loads(made.stdout.splitlines()[-1])["chain"]
     assert list(chain) == [str(k) for k in range(1, len(chain) + 1)]
     grid = ("--search", "ngram_weight=0.5,2", "--search", "beam=4,20", "--index", str(index), "--index", "none")
-    done = run("replay", str(out), *grid, "--nodes", "4,16", "--record", str(folder))
+    written = tmp_path / "replayed.json"
+    done = run("replay", str(out), *grid, "--nodes", "4,16", "--record", str(folder), "--out", str(written))
     assert done.exit_code == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
     assert json.loads(done.stdout.splitlines()[-1])["chain"] == chain
+    assert json.loads(written.read_text())["chain"] == chain
     ran = run(
         "run", *args[:2], *args[4:], "--method", f"{folder}@4", "--chains", "--no-plain", "--out", str(tmp_path / "r")
     )

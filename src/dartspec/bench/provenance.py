@@ -79,6 +79,7 @@ def write(path: Path, text: str) -> None:
 
 def layout(result: dict[str, Any]) -> str:
     """JSON that diffs well and stays small: a line for each key, and for each entry of a list of objects."""
+    result = json.loads(json.dumps(result))  # numbers as keys become text, as everywhere in JSON
     lines = []
     for key, value in result.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
