@@ -638,6 +638,16 @@ def test_the_program_serves_reloads_and_stops(folder: Path, tmp_path: Path) -> N
         process.wait()
 
 
+def test_a_model_that_cannot_be_loaded_ends_the_program_with_a_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dartspec", "serve", str(tmp_path / "nothing"), "--port", "0"]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert made.returncode == 2
+    last = made.stderr.strip().splitlines()[-1]
+    assert last.startswith("dartspec: ")
+    assert "nothing" in last
+    assert "Traceback" not in made.stderr
+
+
 def test_a_taken_port_and_odd_settings_are_refused_in_one_sentence() -> None:
     from dartspec.serve.run import listen
 

@@ -84,8 +84,10 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self.stop)
+        if self._loop is None:  # it has hardly begun
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self.stop)
 
     def stop(self) -> None:
         """Takes nothing new, and after a while cuts what goes on; told a second time, at once."""
