@@ -75,11 +75,11 @@ horizon() {
 }
 draft-length() {
     missing EQUAL draft-length || $QUIET "$PYTHON" benchmarks/draft_length.py --eagle3 "$EQUAL/eagle3-equal" \
-        --out $OUT/draft-length.json
+        --prompts 3 --max-tokens 32 --out $OUT/draft-length.json
 }
-outside() {
+outside() {  # without --no-compiled the static form compiles anew for each length of a prompt, for minutes
     missing LLAMA outside || missing GGUF outside || $QUIET "$PYTHON" benchmarks/outside.py --llama-python "$LLAMA" \
-        --gguf "$GGUF" --out $OUT/outside.json
+        --gguf "$GGUF" --prompts 4 --max-tokens 48 --no-compiled --out $OUT/outside.json
 }
 for part in ${*:-paper-t0 paper-t1 latency bursts domain factorial ngram budget frontier horizon draft-length outside}; do
     echo "== $part"
