@@ -1,7 +1,7 @@
 """What a fine-tune costs a drafter, and what adapting it brings back: on a SmolLM2 that is fine-tuned here.
 
     python benchmarks/adapt.py tune --text corpus.txt --out runs/tuned                 # 200 updates on one kind of text
-    python -m dartspec.train.regenerate PROMPTS.jsonl --model runs/tuned --out runs/tuned-answers.jsonl
+    dartspec data regenerate PROMPTS.jsonl --model runs/tuned --out runs/tuned-answers.jsonl
     dartspec train --target runs/tuned --init-from DRAFTER --data runs/tuned-answers.jsonl --out runs/adapted \\
         --steps 2000 --m-every 100 --m-prompts 24 --learning-rate 4e-4
     python benchmarks/adapt.py collect --run runs/adapted --tune runs/tuned --out docs/results/adapt.json
