@@ -15,7 +15,15 @@ from dartspec.cli.main import app
 from dartspec.errors import DartspecError
 from dartspec.text import Text
 from dartspec.train import run
-from dartspec.train.conversations import Conversation, Limits, Renderer, conversation_of, document, prepare
+from dartspec.train.conversations import (
+    MOST_REASONS,
+    Conversation,
+    Limits,
+    Renderer,
+    conversation_of,
+    document,
+    prepare,
+)
 from dartspec.train.data import Example, FileInfo, check_infos, loss_mask, read_examples
 
 TAGGED = (
@@ -226,6 +234,15 @@ def test_a_file_is_prepared_and_what_is_left_out_is_counted(tmp_path: Path) -> N
     with pytest.raises(DartspecError, match="would carry loss"):
         prepare([str(source)], words, tmp_path / "c.jsonl", limits=Limits(min_answer=500))
     assert not (tmp_path / "c.jsonl").exists()
+
+
+def test_a_broken_file_does_not_fill_the_info_with_reasons(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps(FORMS[0]) + "\n" + "\n".join("[" + " " * i + "x" for i in range(90)))
+    info = prepare([str(source)], text(), tmp_path / "out.jsonl")
+    assert len(info.dropped) == MOST_REASONS + 1
+    assert sum(info.dropped.values()) == 90
+    assert info.dropped["other reasons"] == 90 - MOST_REASONS
 
 
 def test_datasets_are_read_from_a_folder(tmp_path: Path) -> None:

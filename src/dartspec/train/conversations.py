@@ -35,6 +35,7 @@ _ROLES = {  # ShareGPT's names, and what chat templates call them
     "function_response": "tool",
 }
 _PAIRS = (("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("query", "response"))
+MOST_REASONS = 30  # that are told apart: a broken file has another in every line
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -203,6 +204,11 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     not_rendered: Counter[str] = field(default_factory=Counter)
+
+    def drop(self, reason: str) -> None:
+        """Counts one that is left out; beyond `MOST_REASONS` different reasons, without its own."""
+        known = reason in self.dropped or len(self.dropped) < MOST_REASONS
+        self.dropped[reason if known else "other reasons"] += 1
 
 
 class Renderer:
@@ -378,7 +384,7 @@ def prepare(
                     else:
                         examples = document(text, conversation.text, limits.max_tokens)
                 except DartspecError as error:
-                    tally.dropped[str(error)] += 1
+                    tally.drop(str(error))
                     continue
                 for example in examples:
                     if (kept := _fit(example, limits, tally, seen)) is not None:
@@ -427,19 +433,19 @@ def _fit(example: Example, limits: Limits, tally: Tally, seen: set[bytes]) -> Ex
     """The example within its limits, or None where it is dropped; counted either way."""
     key = hashlib.sha256(repr(example).encode()).digest()
     if key in seen:
-        tally.dropped["a duplicate"] += 1
+        tally.drop("a duplicate")
         return None
     seen.add(key)
     if len(example.ids) > limits.max_tokens and limits.long == "drop":
-        tally.dropped[f"longer than {limits.max_tokens} tokens"] += 1
+        tally.drop(f"longer than {limits.max_tokens} tokens")
         return None
     kept = example.cut(limits.max_tokens)
     if kept is None:
         short = example.cut(len(example.ids)) is None
-        tally.dropped["too short an answer" if short else f"its answers begin after {limits.max_tokens} tokens"] += 1
+        tally.drop("too short an answer" if short else f"its answers begin after {limits.max_tokens} tokens")
         return None
     if kept.num_response < limits.min_answer:
-        tally.dropped["too short an answer"] += 1
+        tally.drop("too short an answer")
         return None
     tally.counts["cut_to_length"] += len(kept.ids) < len(example.ids)
     tally.counts["loops"] += any(loop_start(kept.ids[s:e]) is not None for s, e in kept.answers)
