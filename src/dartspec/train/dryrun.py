@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dartspec.train.run import Prepared, TargetStates
 
 LEAST_LENGTH, LEAST_VOCABULARY = 64, 256  # below them nothing worth having is trained
-FIRST_USE = 40_000_000  # bytes, at most, that torch's kernels take when they first run, whatever the sizes
+FIRST_USE = 64_000_000  # bytes, at most, that torch's kernels take when they first run, whatever the sizes
 MARGIN = 1.1  # what is named as fitting is on the safe side by this much
 
 
@@ -62,6 +62,7 @@ class Shape:
     cache_position: int
     bytes: int
     ema: bool
+    recompute: bool = False
 
     @property
     def num_weights(self) -> int:
@@ -81,7 +82,8 @@ class Shape:
         states = tokens * (self.taps + 1) * self.hidden * (self.bytes + 4)
         inputs = tokens * (self.taps + 4) * self.hidden * 4
         layer = rows * (6 * self.hidden + 4 * self.intermediate) * 4
-        scores = 3 * self.heads * rows * self.length * 4
+        # blocks of rows see half of the keys on average; their weights are kept twice, or of one block at a time
+        scores = self.heads * (min(rows, 128) if self.recompute else rows) * self.length * 4
         ids = min(self.vocabulary, self.chunk_vocabulary or self.vocabulary)
         loss = 5 * min(rows, self.chunk_rows) * ids * 4 + self.vocabulary * self.hidden * 8
         gradients = self.num_weights * 4
@@ -140,6 +142,7 @@ def shape_of(config: TrainConfig, ready: Prepared, source: TargetStates) -> Shap
         cache_position=target.bytes_per_position,
         bytes=target.dtype.itemsize,
         ema=config.ema > 0,
+        recompute=config.checkpointing,
     )
 
 
