@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from dartspec.bench.provenance import provenance, save_result
-from dartspec.bench.stats import Estimate, ratio_of_sums
+from dartspec.bench.stats import Estimate, bootstrap, ratio_of_sums
 from dartspec.drafters import dart
 from dartspec.drafters._bigram import Bigram, Continuity
 from dartspec.drafters._checkpoint import DraftNet
@@ -234,6 +234,7 @@ class Seed:
 
 def train(args: argparse.Namespace) -> None:
     args.run.mkdir(parents=True, exist_ok=True)
+    write_json(args.run / "train.json", provenance())
     m = Material(args, args.tokens)
     print(f"{len(m.train)} answers, {len(m.held)} held out; coverage {m.vocabulary.coverage:.3%}", flush=True)
     asked = []
@@ -310,10 +311,10 @@ class Guesses(NamedTuple):
 
 
 @torch.no_grad()
-def guesses(m: Material, net: dart.DartNet, top_k: int = 25) -> list[Guesses]:
+def guesses(m: Material, net: dart.DartNet, num_answers: int | None, top_k: int = 25) -> list[Guesses]:
     """The lattices that decoding would have had (the tests say that both are equal)."""
     found = []
-    for number, example in enumerate(m.held):
+    for number, example in enumerate(m.held[:num_answers]):
         start, end = example.answers[0]
         rows = torch.arange(start - 1, end - 2)  # row j knows token j + 1, the root
         if len(rows) == 0:
@@ -356,6 +357,9 @@ SEARCHES = [
     *(Search("answers + context", n, 0.5, b) for n in (16, 59) for b in (5, 10, 40)),
 ]
 EACH_VARIANT = [Search(c, n) for c in ("none", "answers + context") for n in (16, 59)]
+
+
+CROSSED = Variant(True, 0.6)
 
 
 def committed(
@@ -435,7 +439,7 @@ def cross(args: argparse.Namespace) -> None:
         done = json.loads(path.read_text()) if path.exists() else {}
         if done.get("tokens") != tokens:
             done = {"tokens": tokens}
-        for v in VARIANTS:
+        for v in sorted(VARIANTS, key=lambda v: v != CROSSED):
             if v.name in done:
                 continue
             if weights:
@@ -443,8 +447,8 @@ def cross(args: argparse.Namespace) -> None:
                 net.load_state_dict(weights[v.name])
             else:
                 net = dart.DartNet.from_folder(folder / v.name).float()
-            texts = guesses(m, net)
-            full = v == Variant(True, 0.6)
+            texts = guesses(m, net, args.answers)
+            full = v == CROSSED
             tables = [continuity.table(t.tokens) for t in texts] if full and continuity is not None else None
             wanted = SEARCHES if full else EACH_VARIANT
             if tables is None:
@@ -479,6 +483,14 @@ def table(args: argparse.Namespace) -> None:
                 row[name] = [
                     ratio_of_sums(hits[..., k * 3 + t].sum(0), hits[..., 6 + t].sum(0)).rounded() for t in range(3)
                 ]
+                base = np.array([curves[s][point]["hits"][VARIANTS.index(CROSSED)] for s in there])
+                row[f"{name}_less_base"] = [
+                    bootstrap(
+                        np.column_stack([x[..., i].sum(0) for x in (hits, base) for i in (k * 3 + t, 6 + t)]),
+                        lambda s: s[..., 0] / s[..., 1] - s[..., 2] / s[..., 3],
+                    ).rounded()
+                    for t in range(3)
+                ]
                 each = hits.sum(1)
                 row[f"{name}_by_seed"] = (each[:, k * 3 : k * 3 + 3] / each[:, 6:]).round(4).tolist()
             rows.append(row)
@@ -498,6 +510,7 @@ def table(args: argparse.Namespace) -> None:
         "training": rows,
         "inference": searches,
         "index": json.loads(p.read_text()) if (p := args.run / "cross.json").exists() else None,
+        "training_provenance": json.loads(p.read_text()) if (p := args.run / "train.json").exists() else None,
         "provenance": provenance(),
     }
     save_result(args.out, result)
@@ -524,6 +537,7 @@ def main() -> None:
         p.add_argument("--held-out", type=float, default=0.02, help="share of the answers, the last ones")
         if name == "cross":
             p.add_argument("--corpus-ids", type=Path, required=True, help="npz with ids and ends")
+            p.add_argument("--answers", type=int, help="held-out answers.  [default: all]")
             continue
         p.add_argument("--tokens", type=int, default=1_000_000, help="of each variant and seed, prompts included")
     made["bigram"].add_argument("--rank", type=int, default=128)
