@@ -217,6 +217,38 @@ def test_openai_client_completes(served: Served, client: openai.OpenAI) -> None:
     assert client.models.retrieve(served.service.model_name).id == served.service.model_name
 
 
+def extras(made: Any) -> set[str]:
+    """Names of fields that OpenAI's types do not have, at any depth."""
+    if isinstance(made, list):
+        return set().union(*map(extras, made))
+    if not isinstance(made, openai.BaseModel):
+        return set()
+    own = set(made.model_extra or {})
+    return own.union(*(extras(getattr(made, name)) for name in type(made).model_fields))
+
+
+def test_every_field_is_one_of_openais_types_or_ours(served: Served) -> None:
+    """The client itself takes anything; its types, asked to validate, do not."""
+    from openai.types import Completion, Model
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+    chatting = chat("Hi", max_tokens=9, n=2, logprobs=True, top_logprobs=2)
+    completing = {"prompt": "Hi", "max_tokens": 9, "logprobs": 2}
+    usage = {"stream_options": {"include_usage": True}}
+    found: set[str] = set()
+    found |= extras(ChatCompletion.model_validate(served.post(body=chatting).json()))
+    found |= extras(Completion.model_validate(served.post("/v1/completions", completing).json()))
+    for part in served.stream({**chatting, **usage, "dartspec": {"rounds": True}}):
+        found |= extras(ChatCompletionChunk.model_validate(part))
+    for part in served.stream({**completing, **usage}, "/v1/completions"):
+        for choice in part["choices"]:  # null until the end, as OpenAI's own, whose type does not say so
+            choice["finish_reason"] = choice["finish_reason"] or "stop"
+        found |= extras(Completion.model_validate(part))
+    for model in served.get("/v1/models").json()["data"]:
+        found |= extras(Model.model_validate(model))
+    assert found == {"dartspec", "max_model_len"}
+
+
 def test_log_probabilities_say_where_each_token_begins(served: Served) -> None:
     body = {"prompt": "in a on a", "max_tokens": 40, "seed": 6, "logprobs": 1, "ignore_eos": True}
     whole = served.post("/v1/completions", body).json()["choices"][0]
