@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,8 @@ def test_every_key_is_a_flag_and_flags_win(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("dartspec.api.load", load)
     path = written(tmp_path, "target: t\ndata: [a]\nout: o\nsteps: 7\nlearning_rate: 1e-3\n")
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "9")
+    monkeypatch.delenv("LRU_CACHE_CAPACITY", raising=False)
 
     def run(*args: str) -> Any:
         return CliRunner().invoke(app, ["train", *args])
@@ -125,6 +128,7 @@ def test_every_key_is_a_flag_and_flags_win(tmp_path: Path, monkeypatch: pytest.M
     assert (c.steps, c.data, c.taps, c.bf16, c.init) == (9, ("x", "y"), (1, 2, 3), False, "old")
     assert (c.learning_rate, c.betas, c.options, c.out) == (1e-3, (0.8, 0.9), {"num_blocks": 2}, "o")
     assert loaded[-1]["dtype"] == "float32"
+    assert (os.environ.pop("LRU_CACHE_CAPACITY"), os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]) == ("64", "9")
     run(str(path), "--set", "steps=11", "--set", "gamma=0.5", "--gamma", "0.7")
     assert (seen[-1].steps, seen[-1].gamma) == (11, 0.7)
     assert loaded[-1]["dtype"] is None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json as json_module
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,6 +75,10 @@ def train(
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     if limit is not None and not dry_run:
         raise DartspecError("--memory-limit asks what would fit: give it with --dry-run")
+    # oneDNN keeps kernel and buffers of the last thousand shapes, and sequences of all lengths would fill gigabytes; it
+    # looks here when torch is imported
+    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        os.environ.setdefault(name, "64")
     from dartspec.api import load
     from dartspec.train.parallel import own_device, own_index
     from dartspec.train.run import train as run
