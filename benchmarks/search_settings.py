@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,7 @@ def main() -> None:
             **{k: v for k, v in asked.items() if k != "model"},
             "axes": {m: list(AXES[m]) for m in kept["methods"]},
             "sizes": list(SIZES),
+            "machine_load": round(os.getloadavg()[0], 1),
             "methods": methods,
             "provenance": provenance(
                 model=lm.target.name, dtype=str(lm.target.dtype).removeprefix("torch."), kernels=lm.fast_note

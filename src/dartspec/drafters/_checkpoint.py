@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -301,3 +301,20 @@ def check_target(config: NetConfig, view: TargetView, *, own_embedding: bool = F
             "output stays exact, fewer drafts may be accepted",
             stacklevel=3,
         )
+
+
+N = TypeVar("N", bound=DraftNet)
+
+
+def checked_net(source: NetConfig | N | Path | str, kind: type[N], view: TargetView) -> N:
+    """The network of a folder (`config.json`, `model.safetensors`), or the one given, checked against the target.
+
+    A bare config names no weights and is refused: a drafter is never run with random ones.
+    """
+    if isinstance(source, NetConfig):
+        raise DartspecError(
+            f"a config of {source.title} has no weights: give the folder that holds config.json and model.safetensors"
+        )
+    net = source if isinstance(source, kind) else kind.from_folder(Path(source))  # type: ignore[arg-type]
+    check_target(net.config, view, own_embedding=getattr(net.config, "own_embedding", False))
+    return net

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dartspec.drafters._checkpoint import DraftNet, LayerConfig, check_target
+from dartspec.drafters._checkpoint import DraftNet, LayerConfig, checked_net
 from dartspec.drafters._grow import best_first
 from dartspec.drafters._nn import (
     Head,
@@ -298,14 +298,5 @@ class DFlashDrafter:
 
 
 def load(source: Config | DFlashNet | Path | str, view: TargetView) -> DFlashDrafter:
-    """The drafter of a folder (`config.json`, `model.safetensors`) or of a network, checked against the target.
-
-    A bare `Config` names no weights and is refused: a drafter is never run with random ones.
-    """
-    if isinstance(source, Config):
-        raise DartspecError(
-            "a DFlash config has no weights: give the folder that holds config.json and model.safetensors"
-        )
-    net = source if isinstance(source, DFlashNet) else DFlashNet.from_folder(Path(source))
-    check_target(net.config, view)
-    return DFlashDrafter(net, view)
+    """The drafter of a folder or of a network: see `checked_net`."""
+    return DFlashDrafter(checked_net(source, DFlashNet, view), view)

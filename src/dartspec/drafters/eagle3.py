@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dartspec.drafters._checkpoint import DraftNet, LayerConfig, NetConfig, check_target
+from dartspec.drafters._checkpoint import DraftNet, LayerConfig, NetConfig, checked_net
 from dartspec.drafters._grow import Growth
 from dartspec.drafters._nn import (
     FusedLayer,
@@ -37,7 +37,6 @@ from dartspec.drafters._nn import (
     use_core,
 )
 from dartspec.drafters._train import Batch, Predicted, Start, copy_head, default_taps, draw, start_fused
-from dartspec.errors import DartspecError
 from dartspec.target.attention import attend
 from dartspec.types import Committed, TargetView, TokenTree
 
@@ -342,14 +341,5 @@ class Eagle3Drafter:
 
 
 def load(source: Config | Eagle3Net | Path | str, view: TargetView) -> Eagle3Drafter:
-    """The drafter of a folder (`config.json`, `model.safetensors`) or of a network, checked against the target.
-
-    A bare `Config` names no weights and is refused: a drafter is never run with random ones.
-    """
-    if isinstance(source, Config):
-        raise DartspecError(
-            "an EAGLE-3 config has no weights: give the folder that holds config.json and model.safetensors"
-        )
-    net = source if isinstance(source, Eagle3Net) else Eagle3Net.from_folder(Path(source))
-    check_target(net.config, view, own_embedding=net.config.own_embedding)
-    return Eagle3Drafter(net, view)
+    """The drafter of a folder or of a network: see `checked_net`."""
+    return Eagle3Drafter(checked_net(source, Eagle3Net, view), view)

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dartspec.drafters._checkpoint import FINAL, DraftNet, LayerConfig, NetConfig, check_target
+from dartspec.drafters._checkpoint import FINAL, DraftNet, LayerConfig, NetConfig, checked_net
 from dartspec.drafters._grow import Growth
 from dartspec.drafters._nn import (
     Head,
@@ -313,14 +313,5 @@ class _Block:
 
 
 def load(source: Config | HydraNet | Path | str, view: TargetView) -> HydraDrafter:
-    """The heads of a folder (`config.json`, `model.safetensors`) or of a network, checked against the target.
-
-    A bare `Config` names no weights and is refused: a drafter is never run with random ones.
-    """
-    if isinstance(source, Config):
-        raise DartspecError(
-            "a Hydra config has no weights: give the folder that holds config.json and model.safetensors"
-        )
-    net = source if isinstance(source, HydraNet) else HydraNet.from_folder(Path(source))
-    check_target(net.config, view)
-    return HydraDrafter(net, view)
+    """The drafter of a folder or of a network: see `checked_net`."""
+    return HydraDrafter(checked_net(source, HydraNet, view), view)

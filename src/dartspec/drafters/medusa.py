@@ -20,11 +20,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dartspec.drafters._checkpoint import FINAL, DraftNet, NetConfig, check_target
+from dartspec.drafters._checkpoint import FINAL, DraftNet, NetConfig, checked_net
 from dartspec.drafters._grow import best_first
 from dartspec.drafters._nn import Head, Product, news_of_last, use_core
 from dartspec.drafters._train import Batch, Predicted, Start, copy_head, draw
-from dartspec.errors import DartspecError
 from dartspec.tree import merge_paths
 from dartspec.types import Committed, TargetView, TokenTree
 
@@ -233,14 +232,5 @@ class MedusaDrafter:
 
 
 def load(source: Config | MedusaNet | Path | str, view: TargetView) -> MedusaDrafter:
-    """The heads of a folder (`config.json`, `model.safetensors`) or of a network, checked against the target.
-
-    A bare `Config` names no weights and is refused: a drafter is never run with random ones.
-    """
-    if isinstance(source, Config):
-        raise DartspecError(
-            "a Medusa config has no weights: give the folder that holds config.json and model.safetensors"
-        )
-    net = source if isinstance(source, MedusaNet) else MedusaNet.from_folder(Path(source))
-    check_target(net.config, view)
-    return MedusaDrafter(net, view)
+    """The drafter of a folder or of a network: see `checked_net`."""
+    return MedusaDrafter(checked_net(source, MedusaNet, view), view)
