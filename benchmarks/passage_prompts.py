@@ -74,7 +74,8 @@ def main() -> None:
             file.write(json.dumps({"id": name, "turns": [prompt]}, ensure_ascii=False) + "\n")
     aside.replace(a.out)
     print(
-        f"{len(rows)} prompts: {min(len(prose), a.most)} summaries, {len(german)} German sentences, {len(tasks)} tasks read"
+        f"{len(rows)} prompts: {min(len(prose), a.most)} summaries, "
+        f"{len(german)} German sentences, {len(tasks)} tasks read"
     )
 
 
