@@ -495,20 +495,38 @@ def table(args: argparse.Namespace) -> None:
                 row[f"{name}_by_seed"] = (each[:, k * 3 : k * 3 + 3] / each[:, 6:]).round(4).tolist()
             rows.append(row)
     searches = []
-    for name in [v.name for v in VARIANTS]:
+    sums: dict[str, dict[Search, Any]] = {}  # by variant: by search: (seeds, answers, 2)
+    for v in VARIANTS:
         found: dict[Search, list[Any]] = {}
         for s in crossed:
-            for r in crossed[s].get(name, ()):
+            for r in crossed[s].get(v.name, ()):
                 found.setdefault(Search(*(r[k] for k in Search._fields)), []).append(r["sums"])
-        for search, of_seeds in found.items():
-            sums = np.array(of_seeds).sum(0)
-            by_seed = [round(mean_committed(x).value, 4) for x in of_seeds]
-            searches.append(
-                {"variant": name, **search._asdict(), "M": mean_committed(sums).rounded(), "M_by_seed": by_seed}
-            )
+        sums[v.name] = {search: np.array(of_seeds) for search, of_seeds in found.items()}
+
+    def less(a: Any, b: Any) -> list[float]:
+        both = np.column_stack([a.sum(0), b.sum(0)])
+        return bootstrap(both, lambda s: s[..., 0] / s[..., 1] - s[..., 2] / s[..., 3]).rounded()
+
+    for name, of_searches in sums.items():
+        for search, of_seeds in of_searches.items():
+            row = {
+                "variant": name,
+                **search._asdict(),
+                "M": mean_committed(of_seeds.sum(0)).rounded(),
+                "M_by_seed": [round(mean_committed(x).value, 4) for x in of_seeds],
+            }
+            plain = of_searches.get(Search("none", search.nodes))
+            if plain is not None and search.continuity != "none":
+                row["M_above_none"] = less(of_seeds, plain)
+            base = sums[CROSSED.name].get(search)
+            if name != CROSSED.name and base is not None and len(base) == len(of_seeds):
+                row["M_less_base"] = less(of_seeds, base)
+            searches.append(row)
     result = {
         "training": rows,
         "inference": searches,
+        "inference_tokens": [one.get("tokens") for one in crossed.values()],  # None: when training had ended
+        "inference_answers": max((len(one[CROSSED.name][0]["sums"]) for one in crossed.values()), default=0),
         "index": json.loads(p.read_text()) if (p := args.run / "cross.json").exists() else None,
         "training_provenance": json.loads(p.read_text()) if (p := args.run / "train.json").exists() else None,
         "provenance": provenance(),

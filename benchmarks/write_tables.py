@@ -644,12 +644,17 @@ def _with_interval(e: list[float], percent: bool = False) -> str:
     return (f"**{100 * e[0]:.1f}**" if percent else f"**{e[0]:.2f}**") + f" [{low}, {high}]"
 
 
+def _then(result: dict[str, Any]) -> str:
+    tokens = [t for t in result["inference_tokens"] if t]
+    return f", when {' and '.join(f'{t:,}' for t in tokens)} tokens had been seen" if tokens else ""
+
+
 def ablations_training(result: dict[str, Any]) -> str:
     """`ablations.py`: hits of every variant where all had seen the most tokens."""
     found = result["training"]
     last = [r for r in found if r["tokens"] == found[-1]["tokens"]]
     by = {
-        (r["variant"], r["continuity"], r["nodes"]): r["M"]
+        (r["variant"], r["continuity"], r["nodes"]): r
         for r in result["inference"]
         if r["weight"] == 0.5 and r["beam"] == 20
     }
@@ -658,22 +663,45 @@ def ablations_training(result: dict[str, Any]) -> str:
         m = [by.get((r["variant"], c, n)) for c in ("none", "answers + context") for n in (16, 59)]
         hits = [_with_interval(e, percent=True) for e in r["hit1"]] + [f"{100 * e[0]:.1f}" for e in r["hit10"]]
         less = _with_interval(r["hit1_less_base"][0], percent=True) if r["variant"] != "shifted 0.6" else ""
-        body.append([r["variant"], hits[0], less, *hits[1:], *("" if e is None else _with_interval(e) for e in m)])
+        body.append([r["variant"], hits[0], less, *hits[1:], *("" if e is None else f"{e['M'][0]:.2f}" for e in m)])
+        less_m = (m[0] or {}).get("M_less_base"), (m[-1] or {}).get("M_less_base")
+        body[-1] += ["" if e is None else _with_interval(e) for e in less_m]
     seeds = len(last[0]["seeds"])
     head = ["variant", "hit@1, 1", "less that of shifted 0.6"]
     head += [*(f"hit@1, {t}" for t in (2, 3)), *(f"hit@10, {t}" for t in (1, 2, 3))]
     return (
         f"{last[0]['tokens']:,} tokens each, {seeds} seed{'s' * (seeds > 1)}, {last[0]['held_out_answers']} held-out "
-        "answers; hits in percent at offsets 1 to 3, 95 % intervals over answers.\n\n"
-        + rows([*head, *(f"M, {c}, {n}" for c in ("no index", "answers + context") for n in (16, 59))], body)
+        "answers; hits in percent at offsets 1 to 3, 95 % intervals over answers. M on "
+        f"{result['inference_answers']} of them"
+        + _then(result)
+        + ".\n\n"
+        + rows(
+            [
+                *head,
+                *(f"M, {c}, {n}" for c in ("no index", "answers + context") for n in (16, 59)),
+                "first M less",
+                "last M less",
+            ],
+            body,
+        )
     )
 
 
 def ablations_inference(result: dict[str, Any]) -> str:
     """`ablations.py`: one checkpoint under many searches."""
-    found = [r for r in result["inference"] if r["variant"] == "shifted 0.6"]
-    body = [[r["continuity"], f"{r['nodes']}", f"{r['weight']}", f"{r['beam']}", _with_interval(r["M"])] for r in found]
-    return rows(["continuity", "nodes", "n-gram weight", "beam", "M"], body)
+    body = [
+        [
+            r["continuity"],
+            f"{r['nodes']}",
+            f"{r['weight']}",
+            f"{r['beam']}",
+            _with_interval(r["M"]),
+            _with_interval(r["M_above_none"]) if "M_above_none" in r else "",
+        ]
+        for r in result["inference"]
+        if r["variant"] == "shifted 0.6"
+    ]
+    return rows(["continuity", "nodes", "n-gram weight", "beam", "M", "above none, as many nodes"], body)
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
