@@ -238,7 +238,7 @@ def _lines(config: TrainConfig, ready: Prepared, shape: Shape, f: Forecast) -> I
     if f.rest_s:
         mean = ready.plan.all_tokens / ready.plan.num_train
         total = config.steps * config.sequences_per_step * mean
-        once = f.forward_s * min(total, ready.plan.all_tokens)
+        once = f.forward_s * ready.plan.cache.num_tokens
         each = f.forward_s + f.rest_s
         yield (
             f"{1 / each:.0f} tokens/s: {1e3 * each * mean * config.sequences_per_step:.0f} ms an update, of which "
