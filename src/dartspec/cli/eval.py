@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 RECORD = "eval.json"  # beside the drafter; the model card reads it
 SHOWN_OFFSETS = 3
+PIPED_WIDTH = 140  # of the table where no terminal says how wide it is
 
 
 def evaluate(
@@ -86,7 +87,7 @@ def evaluate(
         "sets": [{k: v for k, v in row.items() if k not in ("sums", "hits")} for row in rows],
         "provenance": provenance(dtype=str(lm.target.dtype).removeprefix("torch."), seed=0),
     }
-    term.out.print(_table(rows, asked))
+    term.out.print(_table(rows, asked), width=None if term.out.is_terminal else PIPED_WIDTH)
     if save:
         save_result(drafter / RECORD, result)
         write_acceptance(drafter, rows[-1]["M"].get(label(0.0)) or {})
