@@ -410,6 +410,20 @@ def by_task(result: dict[str, Any]) -> str:
     )
 
 
+def shares(result: dict[str, Any]) -> str:
+    """`bench run`: what a round's stages take, by method (the paper's Figures 1 and 5)."""
+    body = []
+    for r in (r for r in result["rows"] if r["suite"] == "all"):
+        ms = r["ms_per_round"]
+        whole = sum(ms.values())
+        share = f"{(ms['draft'] + ms['search']) / whole:.0%}"
+        stages = [f"{ms[k]:.2f}" for k in ("draft", "search", "verify", "other")]
+        name = r["method"].partition(",")[0]
+        body.append([f"`{name}`", f"{r['nodes']:.1f}", f"{r['M']:.2f}", f"{whole:.2f}", *stages, share])
+    header = ["", "nodes", "M", "round, ms", "draft", "search", "verify", "rest", "draft and search"]
+    return rows(header, body)
+
+
 def factorial(result: dict[str, Any]) -> str:
     """`experiments.py factorial`: what each factor multiplies M by, and pairs of factors."""
     body = [
@@ -734,6 +748,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "draft-length": draft_length,
     "outside": outside,
     "worth": worth,
+    "shares": shares,
     "objective-forms": objective_forms,
     "objective-memory": objective_memory,
     "objective-continuity": objective_continuity,
@@ -758,6 +773,7 @@ PAGES = (
 )
 FROM = {
     "worth": "table-t0",
+    "shares": "paper-t0",
     **{f"objective-{part}": "objective" for part in ("forms", "memory", "continuity")},
     **{f"ablations-{part}": "ablations" for part in ("training", "inference")},
 }  # tables of another table's result
