@@ -18,7 +18,7 @@ from dartspec.errors import DartspecError
 from dartspec.target.target import Target
 from dartspec.text import Text
 from dartspec.train.data import FileInfo, read_examples
-from dartspec.train.regenerate import Ask, from_server, from_target, read_asks, regenerate
+from dartspec.train.regenerate import Ask, RefusedError, from_server, from_target, read_asks, regenerate
 
 PROMPTS = [Ask.turn(f"p{i}", "the thing " * (1 + i % 3) + str(i)) for i in range(9)]
 
@@ -123,8 +123,12 @@ def test_a_server_answers_instead_of_the_target(tmp_path: Path, gives_ids: bool)
     """A server over the same target, with its own ids or as text alone."""
     one, words = target(), text()
     seen: list[dict[str, Any]] = []
+    asked: list[int] = []
 
     def post(body: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not gives_ids and "return_token_ids" in body:
+            asked.append(1)
+            raise RefusedError("HTTP 400: 'return_token_ids' is not a field")
         seen.append(dict(body))
         number = len(seen)
         said = f"the answer {body['prompt'][-3]}"
@@ -144,6 +148,7 @@ def test_a_server_answers_instead_of_the_target(tmp_path: Path, gives_ids: bool)
         assert info.dropped == {"an answer that our tokenizer does not write": 2}
     else:
         assert len(rows) == 9
+        assert len(asked) == 1
         assert rows["p1"]["response"][-1] == words.tokenizer.eos_token_id
         assert rows["p0"]["response"][-1] != words.tokenizer.eos_token_id  # it ended by its length
 

@@ -233,6 +233,7 @@ def _name(model: str | None) -> str:
 
 def _post(url: str, model: str | None, key: str | None) -> Any:
     from dartspec.bench.endpoint import Server
+    from dartspec.train.regenerate import RefusedError
 
     server = Server(url, model, key)
     name = server.model_name()
@@ -242,7 +243,8 @@ def _post(url: str, model: str | None, key: str | None) -> Any:
         content = answer.read()
         if answer.status != 200:
             said = " ".join(content.decode("utf-8", "replace").split())[:200]
-            raise DartspecError(f"{url}/v1/completions answers HTTP {answer.status}: {said}")
+            kind = RefusedError if answer.status in (400, 422) else DartspecError
+            raise kind(f"{url}/v1/completions answers HTTP {answer.status}: {said}")
         try:
             return json_module.loads(content)
         except ValueError as error:

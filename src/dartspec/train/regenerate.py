@@ -108,22 +108,29 @@ Post = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """The body of one request to /v1/completions -> the server's answer."""
 
 
+class RefusedError(DartspecError):
+    """A server that did not understand the request (HTTP 400 or 422)."""
+
+
 def from_server(post: Post, text: Text, num_at_once: int) -> Answers:
     """Any OpenAI-compatible server, asked by token ids. Its ids are taken where it gives them (`return_token_ids`) and
     say the same text; else the text is tokenized here. An answer that our tokenizer cannot write is none."""
     end = text.tokenizer.eos_token_id
+    more = {"return_token_ids": True}  # vLLM's; a strict server refuses what it does not know, and is not asked again
 
     def one(request: Request) -> list[int] | None:
         p = request.params
-        answer = post(
-            {
-                "prompt": list(request.prompt),
-                "max_tokens": p.max_tokens,
-                "temperature": p.temperature,
-                "seed": int(p.seed or 0) & 0x7FFFFFFF,
-                "return_token_ids": True,
-            }
-        )
+        body = {
+            "prompt": list(request.prompt),
+            "max_tokens": p.max_tokens,
+            "temperature": p.temperature,
+            "seed": int(p.seed or 0) & 0x7FFFFFFF,
+        }
+        try:
+            answer = post({**body, **more})
+        except RefusedError:
+            more.clear()
+            answer = post(body)
         try:
             choice = answer["choices"][0]
             said, finish = str(choice["text"]), choice.get("finish_reason")
