@@ -625,6 +625,8 @@ def objective_forms(result: dict[str, Any]) -> str:
 
 def objective_memory(result: dict[str, Any]) -> str:
     """`objective.py`: what the loss adds to the peak."""
+    if not result.get("memory"):
+        return "Not measured yet: `benchmarks/objective.py --parts memory`."
     names = {
         "naive": "all logits, autograd",
         "rows": "256 rows at a time",
