@@ -1,6 +1,6 @@
 """Drafters trained alike, side by side: what each run learned, and what it then commits a round.
 
-    dartspec train --config configs/smollm2-rivals.yaml --method eagle3 --out runs/rivals/eagle3 ...   # one run a method
+    dartspec train --config configs/smollm2-rivals.yaml --method eagle3 --out runs/rivals/eagle3 ...  # one a method
     dartspec bench run --suite all --per-set 3 --no-plain --method runs/rivals/eagle3/latest@16 --out bench/eagle3.json
     python benchmarks/rivals.py runs/rivals bench --out docs/results/rivals.json
 

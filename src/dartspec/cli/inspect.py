@@ -74,9 +74,7 @@ def convert(
     to: Annotated[str, typer.Option(help="dartspec, or peagle: a folder of speculators, for vLLM.")] = "dartspec",
     steps: Annotated[
         int | None,
-        typer.Option(
-            help="peagle: tokens drafted a round; default: as many as pay, measured on some prompts."
-        ),
+        typer.Option(help="peagle: tokens drafted a round; default: as many as pay, measured on some prompts."),
     ] = None,
     json: o.JsonOption = False,
     no_color: o.NoColorOption = False,
