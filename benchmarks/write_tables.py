@@ -27,7 +27,7 @@ def load(name: str) -> dict[str, Any] | None:
 
 def new_layout(result: dict[str, Any]) -> dict[str, Any]:
     """Results of the script that `dartspec bench run` replaced, as it would have written them; it had no intervals."""
-    if "sets" not in result:
+    if not isinstance(result.get("sets"), dict):
         return result
     found = []
     for suite, r in result["sets"].items():
@@ -54,8 +54,8 @@ def provenance(result: dict[str, Any], name: str) -> str:
     )
 
 
-def interval(e: list[float], *, bold: bool = False) -> str:
-    value = f"**{e[0]:.2f}x**" if bold else f"{e[0]:.2f}x"
+def interval(e: list[float], *, bold: bool = False, unit: str = "x") -> str:
+    value = f"**{e[0]:.2f}{unit}**" if bold else f"{e[0]:.2f}{unit}"
     return value + (f" [{e[1]:.2f}, {e[2]:.2f}]" if len(e) > 1 and e[1] < e[2] else "")
 
 
@@ -95,13 +95,15 @@ def speed(result: dict[str, Any]) -> str:
 
 
 def acceptance(result: dict[str, Any]) -> str:
-    """`bench run --no-plain`: committed tokens a round by set."""
-    sets = [r for r in result["rows"] if r["suite"] != "all"]
-    (whole,) = (r for r in result["rows"] if r["suite"] == "all")
-    body = [[r["suite"], f"{r['A']:.2f}", f"{r['M']:.2f}", f"{r['uncut']['M']:.2f}"] for r in sets]
-    body.append(["**mean of sets**", "", f"**{sum(r['M'] for r in sets) / len(sets):.2f}**", ""])
-    body.append(["all rounds", f"{whole['A']:.2f}", f"{whole['M']:.2f}", f"{whole['uncut']['M']:.2f}"])
-    return rows(["set", "A", "M", "M, loops kept"], body)
+    """`dartspec eval`: committed tokens a round by set, temperature and tree size, loops cut."""
+    whole = next(s for s in result["sets"] if s["set"] == "all")
+    sets = [s for s in result["sets"] if s is not whole]
+    columns = [(t, n) for t, sizes in whole["M"].items() for n in sizes]
+    body = [[s["set"], *(interval(s["M"][t][n], unit="") for t, n in columns)] for s in sets]
+    means = (sum(s["M"][t][n][0] for s in sets) / len(sets) for t, n in columns)
+    body.append(["**mean of sets**", *(f"**{m:.2f}**" for m in means)])
+    body.append(["all rounds", *(interval(whole["M"][t][n], unit="") for t, n in columns)])
+    return rows(["set", *(f"T = {t}, {n} nodes" for t, n in columns)], body)
 
 
 def load_table(result: dict[str, Any]) -> str:

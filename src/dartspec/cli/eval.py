@@ -81,7 +81,7 @@ def evaluate(
         "target": lm.target.name,
         "weights_fingerprint": lm.target.weights_fingerprint,
         "method": lm.drafter_name,
-        "index": index if index == "none" else getattr(getattr(lm.drafter, "index", None), "name", None),
+        "index": _index(lm),
         "max_tokens": max_tokens,
         "per_set": per_set,
         "sets": [{k: v for k, v in row.items() if k not in ("sums", "hits")} for row in rows],
@@ -127,6 +127,12 @@ def sizes(text: str) -> tuple[int, ...]:
 
 def label(temperature: float) -> str:
     return f"{temperature:g}"
+
+
+def _index(lm: LM) -> str:
+    """The name of the index file that ranks the guesses, or none."""
+    path = getattr(getattr(lm.drafter, "index", None), "path", None)
+    return path.name if path else "none"
 
 
 def judge(lm: LM, name: str, prompts: Sequence[Prompt], asked: Asked, index: str) -> dict[str, Any]:
