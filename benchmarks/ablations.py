@@ -33,6 +33,7 @@ from dartspec.bench.stats import Estimate, bootstrap, ratio_of_sums
 from dartspec.drafters import dart
 from dartspec.drafters._bigram import Bigram, Continuity
 from dartspec.drafters._checkpoint import DraftNet
+from dartspec.drafters._nn import head_rows
 from dartspec.drafters._train import Predicted
 from dartspec.lattice import MOST_CONTEXT, SearchConfig, build_tree
 from dartspec.ngram import NgramIndex
@@ -44,7 +45,7 @@ from dartspec.train.config import TrainConfig
 from dartspec.train.data import choose_vocabulary, loss_mask, read_examples, split_examples
 from dartspec.train.evaluate import _Tested, prepare_held_out
 from dartspec.train.features import StateCache, States, cache_info
-from dartspec.train.loop import head_rows, learning_rate
+from dartspec.train.loop import learning_rate
 from dartspec.train.loss import Teacher
 from dartspec.train.run import TargetStates, fresh_net
 

@@ -14,10 +14,10 @@ import tiny_cli
 from dartspec.accounting import Metrics, loop_start
 from dartspec.cli.eval import whole
 from dartspec.cli.main import app
+from dartspec.drafters._nn import head_rows
 from dartspec.interop import registry
 from dartspec.train.data import Example
 from dartspec.train.evaluate import evaluate, prepare_held_out
-from dartspec.train.loop import head_rows
 from dartspec.train.run import TargetStates, method
 from test_registry import save
 

@@ -205,10 +205,10 @@ def _hits(lm: LM, folder: Path, answers: Sequence[tuple[list[int], list[int]]]) 
     module = drafters.get(checkpoint.method)
     if not hasattr(module, "loss"):
         return []
+    from dartspec.drafters._nn import head_rows
     from dartspec.train.data import Example
     from dartspec.train.evaluate import evaluate as judge_net
     from dartspec.train.evaluate import prepare_held_out
-    from dartspec.train.loop import head_rows
     from dartspec.train.run import TargetStates
 
     net = checkpoints.read(checkpoint, lm.target).float().to(lm.target.device)

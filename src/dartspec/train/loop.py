@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dartspec.drafters._checkpoint import DraftNet
+from dartspec.drafters._nn import head_rows
 from dartspec.errors import DartspecError
 from dartspec.train.adapt import is_low_rank, plain_state
 from dartspec.train.batch import Drawn, Step, TrainBatch, draw_rows, num_valid
@@ -35,13 +36,6 @@ from dartspec.train.files import write_json, written_aside
 from dartspec.train.parallel import Processes
 from dartspec.train.watch import Log, Record, Watch, lines
 from dartspec.types import TargetView
-
-
-def head_rows(view: TargetView, ids: Tensor) -> Tensor:
-    """(V, H) float32 rows of the target's head, read through its public function: the images of the unit vectors."""
-    with torch.no_grad():
-        unit = torch.eye(view.hidden_size, dtype=view.dtype, device=view.device)
-        return view.lm_head(unit)[:, ids.to(view.device)].T.float().cpu().contiguous()
 
 
 def warm_start(net: DraftNet, trained: DraftNet) -> None:

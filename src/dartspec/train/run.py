@@ -14,6 +14,7 @@ import torch
 
 from dartspec import drafters
 from dartspec.drafters._checkpoint import DraftNet, read_json
+from dartspec.drafters._nn import head_rows
 from dartspec.drafters._train import Start
 from dartspec.errors import DartspecError
 from dartspec.target.target import FINAL, Target
@@ -32,7 +33,7 @@ from dartspec.train.evaluate import prepare_held_out
 from dartspec.train.features import CacheInfo, StateCache, States, cache_info, log_normaliser
 from dartspec.train.files import write_json
 from dartspec.train.layer import llama_layer, rope_theta
-from dartspec.train.loop import Trainer, drafter_folder, head_rows, warm_start
+from dartspec.train.loop import Trainer, drafter_folder, warm_start
 from dartspec.train.measure import committed_a_round, held_prompts
 from dartspec.train.parallel import processes
 from dartspec.train.watch import Record, Watch
