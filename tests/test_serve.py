@@ -435,6 +435,8 @@ BAD: list[tuple[Any, str]] = [
     ({"messages": [{"content": "Hi"}]}, "role"),
     ({"messages": [{"role": "user", "content": 5}]}, "content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]}, "'image_url'.*text only"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "'text' without text"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "Unicode|unicode"),
     ({"messages": HI, "temperature": -1}, "temperature"),
     ({"messages": HI, "temperature": 3}, "temperature"),
@@ -455,7 +457,11 @@ BAD: list[tuple[Any, str]] = [
     ({"messages": HI, "seed": 2**64}, "seed"),
     ({"messages": HI, "seed": "x"}, "seed"),
     ({"messages": HI, "stop": [""]}, "stop"),
-    ({"messages": HI, "stop": ["x"] * 17}, "stop"),
+    ({"messages": HI, "stop": ["x"] * 17}, "stop: list should have at most 16 items"),
+    ({"messages": HI, "stop_token_ids": [10**7]}, "stop_token_ids names token 10000000"),
+    ({"messages": HI, "stop_token_ids": [-1]}, "stop_token_ids names token -1"),
+    ({"messages": HI, "chat_template_kwargs": {"self": 1}}, "may not hold 'self'"),
+    ({"messages": HI, "chat_template_kwargs": {"conversations": 1}}, "may not hold 'conversations'"),
     ({"messages": HI, "stop": "x" * 1001}, "stop"),
     ({"messages": HI, "presence_penalty": 2.1}, "presence_penalty"),
     ({"messages": HI, "frequency_penalty": -3}, "frequency_penalty"),
@@ -466,7 +472,7 @@ BAD: list[tuple[Any, str]] = [
     ({"messages": HI, "logit_bias": [5]}, "logit_bias"),
     ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": HI, "top_logprobs": 2}, "logprobs"),
-    ({"messages": HI, "speculate": -1}, "speculate"),
+    ({"messages": HI, "speculate": -1}, "speculate: input should be greater than or equal to 0"),
     ({"messages": HI, "speculate": "always"}, "speculate"),
     ({"messages": HI, "speculate": True}, "speculate"),
     ({"messages": HI, "dartspec": {"drafter": "../../etc/passwd"}}, "is not offered"),
@@ -527,12 +533,16 @@ def test_bodies_that_are_no_request(served: Served, data: bytes) -> None:
     answer = served.post(content=data, headers={"content-type": "application/json"})
     assert answer.status_code in (400, 404), answer.text
     assert answer.json()["error"]["message"]
+    assert "parsing the body" not in answer.text  # the framework's own words say nothing of the cause
 
 
 def test_other_content_types_paths_and_methods_are_refused(served: Served) -> None:
     data = json.dumps(chat("Hi")).encode()
     # what a foreign page's form could send without asking
-    assert served.post(content=data, headers={"content-type": "text/plain"}).status_code == 400
+    for headers, found in (({"content-type": "text/plain"}, "'text/plain'"), ({}, "no content type")):
+        answer = served.post(content=data, headers=headers)
+        assert answer.status_code == 400
+        assert re.search(f"{found}.*application/json", answer.json()["error"]["message"])
     for method, path, status in (("GET", "/v1/chat/completions", 405), ("POST", "/v1/nothing", 404), ("PUT", "/", 405)):
         answer = served.client.request(method, path)
         assert answer.status_code == status

@@ -135,6 +135,9 @@ class Sampler:
         bad = [i for i in params.logit_bias if not 0 <= i < num_tokens]
         if bad:
             raise DartspecError(f"logit_bias names token {bad[0]}; the tokenizer has ids 0 to {num_tokens - 1}")
+        bad = [i for i in params.stop_token_ids if not 0 <= i < num_tokens]
+        if bad:
+            raise DartspecError(f"stop_token_ids names token {bad[0]}; the tokenizer has ids 0 to {num_tokens - 1}")
         self._bias = (
             torch.tensor(list(params.logit_bias), dtype=torch.long),
             torch.tensor(list(params.logit_bias.values()), dtype=torch.float32),

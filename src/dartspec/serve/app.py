@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import mimetypes
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from dartspec.serve.protocol import REFUSED, ChatRequest, CompletionRequest, Sam
 from dartspec.serve.service import Job, Service
 
 PAGE = Path(__file__).parent / "page"
+_JSON = re.compile(r"\s*application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)  # what the framework reads as JSON
 LINGER_S = 5.0  # for a reader who is slow to take the end
 
 _ERROR: dict[str, Any] = {
@@ -77,11 +79,16 @@ def create(service: Service) -> Gate:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
+        kind = request.headers.get("content-type", "")
+        if not _JSON.match(kind) and request.method == "POST":
+            named = f"the content type is {kind[:80]!r}" if kind else "the request has no content type"
+            return _refusal(service, request, bad(f"{named}: send JSON with `Content-Type: application/json`"))
         return _refusal(service, request, _sentence(error))
 
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:
         message = {
+            400: "the request cannot be read as JSON in UTF-8: it has other bytes, or nests or counts too far",
             404: f"there is nothing at {request.url.path[:200]!r}",
             405: f"{request.method} is not served at {request.url.path[:200]!r}",
         }.get(error.status_code, str(error.detail))
@@ -398,7 +405,8 @@ def _sentence(error: RequestValidationError) -> ApiError:
         return bad(text, ".".join(where)[:200], "unknown_parameter")
     field_ = where[0] if where else None
     # of a field that may have several forms, what is said of the form that came nearest
-    deepest = max((e for e in found if e["loc"][:2] == first["loc"][:2]), key=lambda e: len(e["loc"]))
+    near = [e for e in found if e["loc"][:2] == first["loc"][:2]]
+    deepest = max(near, key=lambda e: (len(e["loc"]), not e["type"].endswith(("_type", "literal_error"))))
     path = ".".join(str(p) for p in deepest["loc"] if p != "body" and not _is_form(p))[:200] or "the request"
     message = deepest["msg"][:1].lower() + deepest["msg"][1:]
     return bad(f"{path}: {message[:300]}", field_)
@@ -406,4 +414,6 @@ def _sentence(error: RequestValidationError) -> ApiError:
 
 def _is_form(part: Any) -> bool:
     """Whether pydantic, not the client, named this part: which form of a union it tried."""
-    return isinstance(part, str) and (("[" in part) or part in ("str", "int", "StreamOptions", "Extension"))
+    return isinstance(part, str) and (
+        "[" in part or part.startswith("constrained-") or part in ("str", "int", "StreamOptions", "Extension")
+    )

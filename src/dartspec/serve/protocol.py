@@ -188,9 +188,12 @@ class Message(_Strict):
         """As the chat template sees it."""
         content = self.content
         if isinstance(content, list):
-            wrong = next((p for p in content if p.text is None and p.refusal is None), None)
+            wrong = next((p for p in content if p.type not in ("text", "input_text", "output_text", "refusal")), None)
             if wrong is not None:
                 raise bad(f"a message holds a part of type {wrong.type[:40]!r}; the model reads text only", "messages")
+            wrong = next((p for p in content if p.text is None and p.refusal is None), None)
+            if wrong is not None:
+                raise bad(f"a message holds a part of type {wrong.type[:40]!r} without text: give it one", "messages")
             content = "".join(p.text or p.refusal or "" for p in content)
         if content is None and self.role == "assistant" and (self.tool_calls or self.refusal):
             content = self.refusal or ""
@@ -218,9 +221,11 @@ def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-# what `apply_chat_template` itself takes: a request may not reach it
+# what `encode_chat` and `apply_chat_template` themselves take: a request may not reach it
 _TEMPLATE_OWN = frozenset(
     {
+        "self",
+        "conversations",
         "conversation",
         "tools",
         "documents",
