@@ -51,6 +51,7 @@ def test_the_configs_of_the_repository_are_read() -> None:
         ("steps: true", "steps = True: expected a whole number, found bool"),
         ("gamma: .nan", "gamma = nan: expected a number"),
         ("gamma: 1.5", "gamma = 1.5 is out of range: it must be at most 1"),
+        ("threads: 1000000", "threads = 1000000 is out of range: it must be at most 1024"),
         ("gamma: 0", "gamma = 0.0 is out of range: it must be more than 0"),
         ("held_out: 1", "held_out = 1.0 is out of range: it must be less than 1"),
         ("betas: [0.9]", "betas = \\[0.9\\]: two numbers were expected"),

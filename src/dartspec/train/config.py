@@ -77,7 +77,7 @@ class TrainConfig:
     checkpointing: bool = key(False, "compute activations twice instead of keeping them: less memory, more time")
     parallel: str = key("ddp", "with several processes: ddp (each holds the drafter) or fsdp2 (each holds a part)")
     seed: int = key(0, "of the order of the data, the rows drawn and the random weights")
-    threads: int = key(1, "CPU threads", least=1)
+    threads: int = key(1, "CPU threads", least=1, most=1024)  # a typing error of more ends the program
     chunk_rows: int = key(256, "rows whose logits live at once", least=1)
     chunk_vocabulary: int = key(0, "draft ids whose logits live at once, at half as much work again; 0: all", least=0)
     save_every_s: float = key(180.0, "seconds between two saves", least=0)
