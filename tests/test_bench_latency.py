@@ -69,6 +69,8 @@ def test_a_rate_and_a_number_are_above_zero() -> None:
     for rate in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(DartspecError, match="rate is"):
             arrivals("poisson", rate, 3)
+    with pytest.raises(DartspecError, match="seed is -1"):
+        arrivals("poisson", 1.0, 3, seed=-1)
     with pytest.raises(DartspecError, match="requests is 0"):
         arrivals("poisson", 1.0, 0)
 
@@ -91,6 +93,8 @@ def test_a_trace_keeps_its_gaps_and_prompts(tmp_path: Path) -> None:
         ("", "holds no request"),
         ('{"time": 1}\n', "line 1 has no time"),
         ("at 3\n", "line 1 has no time"),
+        ('{"at": NaN}\n', "line 1 has no time"),
+        ('{"at": 1, "prompt": 5}\n', "line 1: prompt holds no text"),
         ('{"at": 2}\n{"at": 1}\n', "line 2 is of 1 s, the line before of 2 s"),
         ('{"at": 2}\n{"at": 3, "prompt": "x"}\n', "some requests have a prompt"),
     ],

@@ -94,6 +94,25 @@ def test_a_card_without_log_figures_or_hub_id_claims_none(folder: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"log": Path("none.jsonl")}, "no such file"),
+        ({"log": "answers"}, "not the log of a training run"),
+        ({"base_model": "my model"}, "'my model' is not a hub id"),
+        ({"base_model": "a/b\nlicense: mit"}, "is not a hub id"),
+        ({"license_": "x\ny: z"}, "is not an id"),
+    ],
+)
+def test_what_a_card_cannot_say_is_refused(folder: Path, tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    if given.get("log") == "answers":
+        given = {"log": tmp_path / "answers.jsonl"}
+        given["log"].write_text('{"prompt": [1], "response": [2]}\n')
+    with pytest.raises(DartspecError, match=said):
+        write_card(folder, **given)
+    assert not (folder / CARD).exists()
+
+
 def test_without_matplotlib_it_says_what_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [m for m in sys.modules if m.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
@@ -141,9 +160,13 @@ def test_push_to_the_hub_makes_a_private_repository_and_uploads_the_same_files(
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError("401: log in first\nRequest id 7")
 
-    monkeypatch.setattr(Api, "create_repo", refuse)
-    with pytest.raises(DartspecError, match=r"me/mine could not be written on the hub: 401: log in first$"):
-        push(folder, "me/mine")
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise type("ConnectError", (Exception,), {})("no such host")  # of the HTTP library, no OSError
+
+    for fails, said in ((refuse, "401: log in first"), (unreachable, "no such host")):
+        monkeypatch.setattr(Api, "create_repo", fails)
+        with pytest.raises(DartspecError, match=rf"me/mine could not be written on the hub: {said}$"):
+            push(folder, "me/mine")
 
 
 def test_push_refuses_what_nobody_could_use(folder: Path, tmp_path: Path) -> None:
@@ -152,6 +175,17 @@ def test_push_refuses_what_nobody_could_use(folder: Path, tmp_path: Path) -> Non
     write_card(folder)
     with pytest.raises(DartspecError, match="neither a folder"):
         push(folder, "just-a-name")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DartspecError, match="is a file"):
+        push(folder, str(tmp_path / "file"))
+    with pytest.raises(DartspecError, match="is no folder"):
+        push(tmp_path / "none", str(tmp_path / "x"))
+    config = (folder / "config.json").read_text()
+    for damaged, said in (("{", "not JSON"), ("{}", "not of a drafter")):
+        (folder / "config.json").write_text(damaged)
+        with pytest.raises(DartspecError, match=said):
+            push(folder, str(tmp_path / "x"))
+    (folder / "config.json").write_text(config)
     (folder / "model.safetensors").unlink()
     with pytest.raises(DartspecError, match=r"has no model.safetensors"):
         push(folder, str(tmp_path / "x"))

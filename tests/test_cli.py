@@ -738,6 +738,7 @@ def test_what_goes_wrong_in_a_verb_is_one_line_and_a_code() -> None:
         (DartspecError("no such\nthing"), 2, "dartspec: no such thing\n"),
         (PermissionError(13, "Permission denied", "x"), 2, "dartspec: [Errno 13] Permission denied: 'x'\n"),
         (KeyboardInterrupt(), 130, "dartspec: stopped\n"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "dartspec: not enough memory: Default"),
         (ZeroDivisionError("by zero"), 1, "dartspec: internal error, ZeroDivisionError: by zero (--debug"),
     ):
         result = program(error)

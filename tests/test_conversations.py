@@ -245,6 +245,23 @@ def test_a_broken_file_does_not_fill_the_info_with_reasons(tmp_path: Path) -> No
     assert info.dropped["other reasons"] == 90 - MOST_REASONS
 
 
+def test_what_cannot_be_prepared_leaves_no_file_and_no_source_is_lost(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    (tmp_path / "x").mkdir()
+    for raw, said in ((b"\xff\x00", "not UTF-8"), (b"[" * 100_000, "not JSON")):
+        source.write_bytes(raw)
+        with pytest.raises(DartspecError, match=said):
+            prepare([str(source)], text(), tmp_path / "out.jsonl")
+    source.write_text(json.dumps(FORMS[0]) + "\n")
+    before = source.read_bytes()
+    with pytest.raises(DartspecError, match="is read as well, so it would be lost"):
+        prepare([str(source)], text(), tmp_path / "x" / ".." / "in.jsonl")
+    with pytest.raises(DartspecError, match="is a folder"):
+        prepare([str(source)], text(), tmp_path / "x")
+    assert source.read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "x"]
+
+
 def test_datasets_are_read_from_a_folder(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     saved = datasets.Dataset.from_list(

@@ -116,6 +116,7 @@ def test_figures_over_all_sets_are_sums_first() -> None:
         (["--nodes", "0"], "--nodes is '0'"),
         (["--temperatures", "warm"], "--temperatures is 'warm'"),
         (["--set", "nowhere"], "no prompt set 'nowhere'"),
+        (["--max-tokens", "99999999999"], "--max-tokens is 99999999999; model has a context of"),
     ],
 )
 def test_bad_flags_are_one_sentence(folder: Path, flags: list[str], said: str) -> None:

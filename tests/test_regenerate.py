@@ -163,6 +163,7 @@ def cli(*arguments: str) -> Any:
         ('{"id": "x"}', [], "line 1 is no prompt"),
         ("not json", [], "line 1 is no prompt"),
         (None, [], "no such file"),
+        ("", [], "no prompt in"),
         ('{"id": "x", "turns": ["hi"]}', ["--temperatures", "warm"], "numbers such as 0,0.7"),
         ('{"id": "x", "turns": ["hi"]}', ["--template", "warm"], "not KEY=VALUE"),
     ],

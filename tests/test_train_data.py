@@ -156,6 +156,10 @@ def test_a_bad_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
 def test_missing_and_useless_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DartspecError, match="no such file"):
         read(tmp_path / "none.jsonl")
+    for raw, said in ((b'{"prompt": [1]\xff', "line 1: not UTF-8"), (b"[" * 100_000, "line 1: not a JSON object")):
+        (tmp_path / "b.jsonl").write_bytes(raw)
+        with pytest.raises(DartspecError, match=said):
+            read(tmp_path / "b.jsonl")
     with pytest.raises(DartspecError, match="no usable answer"):
         read(write(tmp_path / "a.jsonl", [{"prompt": [1], "response": [2]}]))
 

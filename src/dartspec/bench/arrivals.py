@@ -27,6 +27,8 @@ def arrivals(kind: str, rate: float, num: int, seed: int = 0) -> list[float]:
     """
     if not (np.isfinite(rate) and rate > 0):
         raise DartspecError(f"rate is {rate}; it must be a number of requests a second, above 0")
+    if seed < 0:
+        raise DartspecError(f"seed is {seed}; it must be 0 or more")
     if num < 1:
         raise DartspecError(f"requests is {num}; it must be 1 or more")
     name, _, size = kind.partition(":")
@@ -55,11 +57,17 @@ def read_trace(path: Path) -> tuple[list[float], list[Prompt]]:
         try:
             row: Any = json.loads(line)
             at = float(row["at"])
-        except (ValueError, KeyError, TypeError) as error:
+            if not np.isfinite(at):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DartspecError(f"{path}, line {number} has no time: expected an object with at (seconds)") from error
         if times and at < times[-1]:
             raise DartspecError(f"{path}, line {number} is of {at:g} s, the line before of {times[-1]:g} s: sort them")
         turns, ids = turns_of(row)
+        if not (turns or ids) and (given := [k for k in ("prompt", "turns", "messages", "ids") if k in row]):
+            raise DartspecError(
+                f"{path}, line {number}: {given[0]} holds no text or token ids: give some or leave it out"
+            )
         if turns or ids:
             prompts.append(Prompt(str(row.get("id", f"{path.stem}/{number}")), path.stem, turns, ids))
         times.append(at)

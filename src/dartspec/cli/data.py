@@ -119,6 +119,7 @@ def regenerate(
       dartspec data regenerate prompts.jsonl --endpoint http://localhost:8000 --out answers.jsonl
     """
     term = Terminal(json=json, no_color=no_color)
+    from dartspec.train.conversations import refuse_own_source
     from dartspec.train.regenerate import from_server, from_target, read_asks
     from dartspec.train.regenerate import regenerate as run
 
@@ -127,7 +128,10 @@ def regenerate(
     except ValueError:
         raise DartspecError(f"--temperatures is {temperatures!r}; it must be numbers such as 0,0.7") from None
     arguments = _arguments(template)
+    refuse_own_source(out, sources)
     asks = sorted(read_asks(sources, split, last), key=lambda ask: ask.id)
+    if not asks:
+        raise DartspecError(f"no prompt in {', '.join(sources)}: give files that hold at least one")
     random.Random(0).shuffle(asks)  # sets mixed, so that a run stopped half-way has some of each
     if endpoint is None:
         from dartspec.api import load

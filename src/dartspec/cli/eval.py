@@ -146,6 +146,11 @@ def judge(lm: LM, name: str, prompts: Sequence[Prompt], asked: Asked, index: str
 
     asks = [lm.encode([{"role": "user", "content": p.turns[0]}]) if p.turns else list(p.ids) for p in prompts]
     room = lm.target.max_positions - asked.max_tokens
+    if room < 1:
+        raise DartspecError(
+            f"--max-tokens is {asked.max_tokens}; {lm.target.name} has a context of {lm.target.max_positions}: "
+            "ask for fewer"
+        )
     asks = [ids for ids in asks if len(ids) <= room]
     if not asks:
         raise DartspecError(

@@ -33,6 +33,7 @@ from dartspec.cli.terminal import error_line
 from dartspec.errors import DartspecError
 
 BAD_INPUT, OUR_FAULT, PIPE_CLOSED = 2, 1, 141
+OUT_OF_MEMORY = ("can't allocate memory", "CUDA out of memory")  # torch's words
 
 
 class Verbs(TyperGroup):
@@ -60,6 +61,9 @@ class Verbs(TyperGroup):
             # typer's own complaints about arguments pass; anything else is a fault of ours
             if debugging() or hasattr(error, "format_message"):
                 raise
+            if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
+                error_line(f"not enough memory: {_one_line(error)[:300]}; ask for less, or use a larger machine")
+                raise typer.Exit(BAD_INPUT) from None
             error_line(
                 f"internal error, {type(error).__name__}: {_one_line(error)} (--debug shows where; please report)"
             )

@@ -23,6 +23,7 @@ FILES = re.compile(
     r"config\.json|model\.safetensors|index\.ngram|calibration.*\.json|eval\.json|README\.md|curves\.png"
 )
 SHOWN_OFFSETS = 3
+NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")  # a repository of the hub
 
 
 def write_card(folder: Path, *, log: Path | None = None, base_model: str = "", license_: str = "") -> Path:
@@ -40,10 +41,18 @@ def write_card(folder: Path, *, log: Path | None = None, base_model: str = "", l
     path = log if log is not None else next((p for p in (folder, folder.parent) if (p / "log.jsonl").exists()), None)
     if path is not None and path.is_dir():
         path = path / "log.jsonl"
+    if path is not None and not path.is_file():
+        raise DartspecError(f"{path}: no such file; give the run's log.jsonl, or leave --log out")
+    if base_model and not NAME.fullmatch(base_model):
+        raise DartspecError(f"base model {base_model!r} is not a hub id such as owner/name")
+    if license_ and not re.fullmatch(r"[\w.-]+", license_):
+        raise DartspecError(f"license {license_!r} is not an id such as apache-2.0 or other")
     records = read_log(path) if path is not None else []
+    if any(not {"step", "tokens"} <= record.keys() for _, record in records):
+        raise DartspecError(f"{path} is not the log of a training run: give the run's log.jsonl, or leave --log out")
     judged = json.loads((folder / EVAL).read_text(encoding="utf-8")) if (folder / EVAL).exists() else None
     has_curves = draw(records, folder / CURVES)
-    base = base_model or (config["target"] if re.fullmatch(r"[\w.-]+/[\w.-]+", config.get("target") or "") else "")
+    base = base_model or (config["target"] if NAME.fullmatch(config.get("target") or "") else "")
     with written_aside(folder / CARD) as aside:
         aside.write_text(card(config, judged, records, has_curves, base, license_), encoding="utf-8")
     return folder / CARD
@@ -203,6 +212,8 @@ def push(folder: Path, to: str, *, private: bool = True, message: str = "") -> s
     Only what belongs to a drafter goes: weights, config, index, calibration, figures and card. A folder without a card
     is refused: nobody could tell what it is for.
     """
+    if not folder.is_dir():
+        raise DartspecError(f"{folder} is no folder: give a drafter's folder")
     files = sorted(p for p in folder.iterdir() if p.is_file() and FILES.fullmatch(p.name))
     names = {p.name for p in files}
     for wanted in ("config.json", "model.safetensors"):
@@ -210,14 +221,18 @@ def push(folder: Path, to: str, *, private: bool = True, message: str = "") -> s
             raise DartspecError(f"{folder} has no {wanted}: give a drafter's folder")
     if CARD not in names:
         raise DartspecError(f"{folder} has no {CARD}: write it first (`dartspec card {folder}`)")
+    if "num_target_layers" not in read_json(folder / "config.json"):
+        raise DartspecError(f"{folder}/config.json is not of a drafter of ours: give a drafter's folder")
     if to.startswith((".", "/", "~")):
         place = Path(to).expanduser()
+        if place.exists() and not place.is_dir():
+            raise DartspecError(f"{place} is a file: give a folder to copy to")
         place.mkdir(parents=True, exist_ok=True)
         for file in files:
             with written_aside(place / file.name) as aside:
                 shutil.copyfile(file, aside)
         return str(place)
-    if not re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", to):
+    if not NAME.fullmatch(to):
         raise DartspecError(f"{to!r} is neither a folder (./name) nor a repository (owner/name)")
     from huggingface_hub import HfApi
 
@@ -230,7 +245,7 @@ def push(folder: Path, to: str, *, private: bool = True, message: str = "") -> s
             allow_patterns=sorted(names),
             commit_message=message or "A drafter for speculative decoding",
         )
-    except (OSError, ValueError) as error:  # the hub's errors are OSErrors; names it refuses are ValueErrors
+    except Exception as error:  # its own, and those of the HTTP library below it, which is not always the same one
         first = str(error).strip().split("\n")[0]
         raise DartspecError(f"{to} could not be written on the hub: {first}") from error
     return str(url)

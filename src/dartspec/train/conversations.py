@@ -20,6 +20,7 @@ from dartspec.accounting import loop_start
 from dartspec.errors import DartspecError
 from dartspec.text import Text
 from dartspec.train.data import Example, FileInfo, parse_example
+from dartspec.train.files import written_aside
 
 _ROLES = {  # ShareGPT's names, and what chat templates call them
     "human": "user",
@@ -190,7 +191,7 @@ def _file_records(path: Path) -> Iterator[tuple[str, Any]]:
 def _line(line: str) -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return DartspecError(f"not JSON ({error})")
 
 
@@ -347,6 +348,14 @@ class Limits:
             )
 
 
+def refuse_own_source(out: Path, sources: Sequence[str]) -> None:
+    """Raises DartspecError where the file to write is one of those that are read, which would be lost."""
+    if out.is_dir():
+        raise DartspecError(f"{out} is a folder: give the name of a file to write")
+    if any(Path(s).exists() and out.exists() and os.path.samefile(s, out) for s in sources):
+        raise DartspecError(f"{out} is to be written and is read as well, so it would be lost: give another --out")
+
+
 def prepare(
     sources: Sequence[str],
     text: Text,
@@ -364,9 +373,9 @@ def prepare(
     """
     limits, tally, seen = limits or Limits(), Tally(), set[bytes]()
     renderer: Renderer | None = None
-    aside = out.with_name(out.name + ".part")
+    refuse_own_source(out, sources)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with aside.open("w", encoding="utf-8") as file:
+    with written_aside(out) as aside, aside.open("w", encoding="utf-8") as file:
         for source in sources:
             for where, record in read_records(source, split):
                 tally.counts["records"] += 1
@@ -394,10 +403,9 @@ def prepare(
                         tally.counts["tokens"] += len(kept.ids)
                         tally.counts["answers"] += len(kept.answers)
                         tally.counts["answer_tokens"] += kept.num_response
-    if not tally.counts["examples"]:
-        aside.unlink()
-        why = "; ".join(f"{n} x {reason}" for reason, n in tally.dropped.most_common(3)) or "they are empty"
-        raise DartspecError(f"no token of {', '.join(sources)} would carry loss: {why}")
+        if not tally.counts["examples"]:
+            why = "; ".join(f"{n} x {reason}" for reason, n in tally.dropped.most_common(3)) or "they are empty"
+            raise DartspecError(f"no token of {', '.join(sources)} would carry loss: {why}")
     info = FileInfo(
         made_by="prepare",
         tokenizer_fingerprint=text.fingerprint,
@@ -411,7 +419,6 @@ def prepare(
         mask=("generation tags" if renderer.has_tags else "rendered twice") if renderer else "",
         made_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     )
-    os.replace(aside, out)
     info.write(out)
     return info
 

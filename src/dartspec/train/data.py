@@ -107,7 +107,7 @@ def parse_example(line: str, where: str, vocab_size: int) -> Example | None:
     """One line of a data file, whole. None for a response of no tokens. Raises DartspecError, saying `where`."""
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise DartspecError(f"{where}: not a JSON object ({error})") from None
     if isinstance(record, dict) and "ids" in record:
         ids = _ids_of(record, "ids", where)
@@ -137,8 +137,10 @@ def read_examples(paths: Sequence[Path], *, max_tokens: int, vocab_size: int, cu
     for path in paths:
         if not path.is_file():
             raise DartspecError(f"{path}: no such file; give a JSONL file of token ids")
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8", errors="surrogateescape") as lines:
             for number, line in enumerate(lines, 1):
+                if not line.isascii() and any("\ud800" <= c <= "\udfff" for c in line):
+                    raise DartspecError(f"{path}, line {number}: not UTF-8 text; give a JSONL file of token ids")
                 example = parse_example(line, f"{path}, line {number}", vocab_size)
                 if example is None:
                     continue

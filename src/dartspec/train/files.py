@@ -14,7 +14,11 @@ def written_aside(path: Path) -> Iterator[Path]:
     """The path to write to; what was written takes the place of `path` at the end of the block, and survives a loss of
     power from then on."""
     aside = path.with_name(path.name + ".tmp")
-    yield aside
+    try:
+        yield aside
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
     with aside.open("rb") as written:
         os.fsync(written.fileno())
     os.replace(aside, path)
