@@ -69,7 +69,7 @@ def serve(
       dartspec serve ./my-model --port 9000 --slots 16
       DARTSPEC_API_KEY=secret dartspec serve --host 0.0.0.0
       curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
-        -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+        -d '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 100}'
     """
     term = Terminal(json=False, no_color=no_color)
     try:
