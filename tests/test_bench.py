@@ -583,6 +583,18 @@ def test_bad_flags_are_one_sentence(args: tuple[str, ...], said: str) -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_a_result_takes_the_place_of_a_result_alone(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.json"
+    notes.write_text('{"mine": 1}')
+    for verb in ("run", "load", "latency"):
+        for out, said in ((notes, "other than a result, which would be lost"), (tmp_path, "is a folder")):
+            result = run(verb, "--out", str(out))
+            assert result.exit_code == 2
+            assert said in result.stderr
+            assert len(result.stderr.splitlines()) == 1
+    assert notes.read_text() == '{"mine": 1}'
+
+
 def test_a_recorded_command_names_no_folder_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "sys.argv", ["/a/b/run.py", "--out", "/c/d.json", "--index=/e/f.ngram", "docs/x.json", "-t", "0"]

@@ -60,6 +60,14 @@ def test_what_cannot_be_judged_is_refused() -> None:
         best_row(result(), "x")
     with pytest.raises(DartspecError, match="expected a result of dartspec bench latency"):
         answer(result(), {"kind": "run"})
+    with pytest.raises(DartspecError, match="a JSON object, found list"):
+        answer([])  # type: ignore[arg-type]
+    for hours in (-1.0, float("nan")):
+        with pytest.raises(DartspecError, match="spent_hours is"):
+            answer(result(), spent_hours=hours)
+    for tokens in (0.0, -5.0, float("inf")):
+        with pytest.raises(DartspecError, match="tokens_per_day is"):
+            answer(result(), tokens_per_day=tokens)
 
 
 def test_the_verb_says_it_in_sentences(tmp_path: Path) -> None:

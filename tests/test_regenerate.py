@@ -55,6 +55,14 @@ def test_every_prompt_is_answered_whatever_the_batch(tmp_path: Path) -> None:
     assert info.counts["answer_tokens"] == sum(len(a["response"]) for a in answers.values())
 
 
+def test_a_prompt_that_comes_again_is_answered_once_and_counted(tmp_path: Path) -> None:
+    out = tmp_path / "a.jsonl"
+    assert run(out, [*PROMPTS, PROMPTS[0], PROMPTS[0]]) == run(tmp_path / "b.jsonl")
+    info = FileInfo.read(out)
+    assert info is not None
+    assert info.dropped == {"a prompt whose id came before": 2}
+
+
 def test_a_killed_run_goes_on_and_writes_what_an_unbroken_one_would(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole.jsonl")
     out = tmp_path / "killed.jsonl"
@@ -163,6 +171,9 @@ def cli(*arguments: str) -> Any:
         ('{"id": "x"}', [], "line 1 is no prompt"),
         ("not json", [], "line 1 is no prompt"),
         (None, [], "no such file"),
+        ('{"id": "x", "turns": ["hi"]}', ["--served-model", "x"], "give --endpoint as well"),
+        ('{"id": "x", "turns": ["hi"]}', ["--endpoint", "http://localhost:1", "--drafter", "dart"], "drop one"),
+        ('{"id": "x", "turns": ["hi"]}', ["--nodes", "many"], "--drafter is none"),
         ("", [], "no prompt in"),
         ('{"id": "x", "turns": ["hi"]}', ["--temperatures", "warm"], "numbers such as 0,0.7"),
         ('{"id": "x", "turns": ["hi"]}', ["--template", "warm"], "not KEY=VALUE"),

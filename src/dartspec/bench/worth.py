@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from dartspec.errors import DartspecError
@@ -50,6 +51,13 @@ def answer(
     tokens_per_day: float | None = None,
 ) -> dict[str, Any]:
     """Figures and sentences: alone, under traffic, and when it is repaid."""
+    for given in (result, latency):
+        if given is not None and not isinstance(given, Mapping):
+            raise DartspecError(f"expected a result of dartspec bench, a JSON object, found {type(given).__name__}")
+    if spent_hours < 0 or not isfinite(spent_hours):
+        raise DartspecError(f"spent_hours is {spent_hours}; it must be hours, 0 or more")
+    if tokens_per_day is not None and not (isfinite(tokens_per_day) and tokens_per_day > 0):
+        raise DartspecError(f"tokens_per_day is {tokens_per_day}; it must be a number of tokens above 0")
     row = best_row(result, method)
     s, m = row["speed_up"], row["method"]
     keys = ("suite", "temperature", "batch", "threads")

@@ -58,9 +58,32 @@ ThreadsOption = Annotated[
 ]
 MaxTokensOption = Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens a prompt, at most.")]
 IgnoreEosOption = Annotated[bool, typer.Option("--ignore-eos", help="Always write so many tokens.")]
+
+
+def _result_file(out: Path | None) -> Path | None:
+    """Where a result may go: a new file, or one that holds a result. Raises DartspecError for any other file."""
+    from dartspec.bench.provenance import read_result
+
+    if out is not None and out.is_dir():
+        raise DartspecError(f"--out {out} is a folder: give the name of a file to write")
+    if out is not None and out.exists():
+        try:
+            held = read_result(out)
+        except DartspecError:
+            held = None
+        if not (isinstance(held, dict) and "kind" in held):
+            raise DartspecError(f"--out {out} holds something other than a result, which would be lost: give another")
+    return out
+
+
 OutOption = Annotated[
     Path | None,
-    typer.Option("--out", "-o", help="JSON file of the result; an interrupted run with the same --out goes on."),
+    typer.Option(
+        "--out",
+        "-o",
+        help="JSON file of the result; an interrupted run with the same --out goes on.",
+        callback=_result_file,
+    ),
 ]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be measured and for how long.")]
 MixedOption = Annotated[
@@ -358,7 +381,9 @@ def endpoint(
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Times that everything is measured.")] = 1,
     served_model: Annotated[str | None, typer.Option(help="Model to ask for; default: the server's first.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file of the result.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="JSON file of the result.", callback=_result_file)
+    ] = None,
     json: JsonOption = False,
     no_color: o.NoColorOption = False,
     debug: o.DebugOption = False,
@@ -649,7 +674,9 @@ def replay(
     record: Annotated[
         Path | None, typer.Option(help="Write M by tree size into this drafter folder's config.json.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file of the result.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="JSON file of the result.", callback=_result_file)
+    ] = None,
     json: JsonOption = False,
     no_color: o.NoColorOption = False,
     debug: o.DebugOption = False,

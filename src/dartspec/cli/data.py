@@ -127,6 +127,21 @@ def regenerate(
         mix = [float(t) for t in temperatures.split(",")]
     except ValueError:
         raise DartspecError(f"--temperatures is {temperatures!r}; it must be numbers such as 0,0.7") from None
+    if endpoint is None and served_model is not None:
+        raise DartspecError("--served-model names a server's model: give --endpoint as well, or leave it out")
+    for name, given in (
+        ("--drafter", drafter != "none"),
+        ("--nodes", nodes != "auto"),
+        ("--dtype", dtype is not None),
+        ("--device", device is not None),
+        ("--threads", threads is not None),
+    ):
+        if endpoint is not None and given:
+            raise DartspecError(
+                f"{name} is of the model in this process, and with --endpoint a server answers: drop one"
+            )
+    if nodes != "auto" and drafter == "none":
+        raise DartspecError("--nodes is a drafter's, and --drafter is none: give a drafter, or leave --nodes out")
     arguments = _arguments(template)
     refuse_own_source(out, sources)
     asks = sorted(read_asks(sources, split, last), key=lambda ask: ask.id)

@@ -197,19 +197,25 @@ def regenerate(
     done = done_ids(out)
     counts, dropped = Counter(before.counts if before else {}), Counter[str]()
     names, requests = [], []
+    too_long = f"a prompt longer than {max_prompt} tokens"
+    once: dict[str, Ask] = {}  # one id is one answer, whether or not the run is broken off between them
     for ask in asks:
+        once.setdefault(ask.id, ask)
+    if len(once) < len(asks):
+        dropped["a prompt whose id came before"] = len(asks) - len(once)
+    for ask in once.values():
         if ask.id in done:
             continue
         tools = {} if ask.tools is None else {"tools": ask.tools}
         prompt = text.encode_chat(ask.messages, **tools, **given)
         if len(prompt) > max_prompt:
-            dropped[f"a prompt longer than {max_prompt} tokens"] += 1
+            dropped[too_long] += 1
             continue
         draw = int.from_bytes(hashlib.sha256(ask.id.encode()).digest()[:8], "little")
         temperature = temperatures[draw % len(temperatures)]
         names.append(ask.id)
         requests.append(Request(prompt, SamplingParams(temperature=temperature, seed=draw, max_tokens=max_tokens)))
-    num_long = sum(dropped.values())
+    num_long = dropped[too_long]
     print(f"{len(requests)} prompts to answer, {len(done)} answered already, {num_long} too long", file=log)
 
     def info() -> FileInfo:
