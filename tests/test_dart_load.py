@@ -161,6 +161,12 @@ def test_provenance_is_written_beside_the_weights(tmp_path: Path) -> None:
     assert Config.from_json(tmp_path / "config.json").provenance == {"steps": 3}
 
 
+def test_saved_weights_are_read_by_whoever_may_read_the_configuration(tmp_path: Path) -> None:
+    random_net(config()).save(tmp_path)
+    modes = {oct((tmp_path / name).stat().st_mode & 0o777) for name in ("model.safetensors", "config.json")}
+    assert len(modes) == 1
+
+
 def test_saving_over_a_drafter_replaces_it_whole(tmp_path: Path) -> None:
     random_net(config(), seed=1).save(tmp_path)
     random_net(config(), seed=2).save(tmp_path)

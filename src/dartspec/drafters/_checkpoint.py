@@ -174,6 +174,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def as_others_may_read(path: Path) -> None:
+    """The permissions that a file made here usually has: safetensors writes for its owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
 class DraftNet(nn.Module):
     """A network over a draft vocabulary, saved and loaded by the names of its tensors.
 
@@ -214,6 +221,7 @@ class DraftNet(nn.Module):
         }
         aside = folder / "model.safetensors.tmp"
         save_file(tensors, aside, metadata={"format": "pt"})
+        as_others_may_read(aside)
         os.replace(aside, folder / "model.safetensors")
         config = replace(self.config, provenance=dict(provenance)) if provenance is not None else self.config
         aside = folder / "config.json.tmp"

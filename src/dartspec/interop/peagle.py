@@ -49,6 +49,8 @@ def export_peagle(
     """
     from safetensors.torch import save_file
 
+    from dartspec.drafters._checkpoint import as_others_may_read
+
     c = net.config
     if c.mask != "pair" or c.final_norm_twice:
         twice = " with the final norm applied twice" if c.final_norm_twice else ""
@@ -124,6 +126,7 @@ def export_peagle(
     out.mkdir(parents=True, exist_ok=True)
     aside = out / "model.safetensors.tmp"
     save_file({n: t.contiguous() for n, t in weights.items()}, aside, metadata={"format": "pt"})
+    as_others_may_read(aside)
     os.replace(aside, out / "model.safetensors")
     aside = out / "config.json.tmp"
     aside.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")

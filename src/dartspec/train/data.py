@@ -82,7 +82,7 @@ def _ids_of(record: object, key: str, where: str) -> list[int]:
     if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
         raise DartspecError(
             f'{where}: "{key}" must be a list of token ids (non-negative integers), found {type(ids).__name__}; '
-            f"{_FORMS}"
+            f"{_FORMS}; conversations become such by dartspec data prepare"
         )
     return ids
 

@@ -443,6 +443,7 @@ def drafter_folder(out: Path, config: TrainConfig) -> Path:
 def keep_drafter(source: Path, folder: Path, record: Record) -> None:
     """Copies a drafter's folder, byte for byte but for the acceptance that was measured with it."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "eval.json").unlink(missing_ok=True)  # figures of the weights that were there
     with written_aside(folder / "model.safetensors") as aside:
         shutil.copyfile(source / "model.safetensors", aside)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
