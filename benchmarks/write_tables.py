@@ -742,6 +742,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "llamacpp": llamacpp,
     "latency": latency,
     "bursts": latency,
+    "latency-server": latency,
     "paper-t0": by_task,
     "paper-t1": by_task,
     "factorial": factorial,
