@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import re
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,12 @@ def test_where_nothing_alone_fits_all_are_named_and_where_nothing_does_it_says_s
     assert "no length, number of anchors or vocabulary fits: 1.00 GB are the program and the target alone" in line
 
 
+def _forecast(of: TrainConfig, there: Connection) -> None:
+    ready = prepare(of, t := target(max_position_embeddings=2048))
+    lines: list[str] = []
+    there.send((dry_run(of, ready, TargetStates(t, ready.kept), None, lines.append), lines))
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is measured anew on Linux alone")
 def test_a_small_limit_is_met_by_what_it_names(tmp_path: Path) -> None:
     """Real memory: long sequences with a group of masks behind nearly every row."""
@@ -148,18 +155,12 @@ def test_a_small_limit_is_met_by_what_it_names(tmp_path: Path) -> None:
     Path(c.data[0]).write_text(data + "\n")
 
     def tried(of: TrainConfig, said: list[str]) -> Forecast:
-        """In a process of its own: an allocator keeps what was freed, and that would count for the next."""
-        here, there = multiprocessing.Pipe()
-
-        def child() -> None:
-            ready = prepare(of, t)
-            lines: list[str] = []
-            found = dry_run(of, ready, TargetStates(t, ready.kept), None, lines.append)
-            there.send((found, lines))
-
-        process = multiprocessing.get_context("fork").Process(target=child)
+        """In a process that begins empty: an allocator keeps what was freed, and that would hide what is needed."""
+        spawn = multiprocessing.get_context("spawn")
+        here, there = spawn.Pipe()
+        process = spawn.Process(target=_forecast, args=(of, there))
         process.start()
-        assert here.poll(60)
+        assert here.poll(120)
         found, lines = here.recv()
         process.join()
         said += lines
