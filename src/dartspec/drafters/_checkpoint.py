@@ -174,11 +174,20 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def as_others_may_read(path: Path) -> None:
-    """The permissions that a file made here usually has: safetensors writes for its owner alone."""
+def write_folder(folder: Path, tensors: Mapping[str, Tensor], config: str) -> None:
+    """`model.safetensors`, then `config.json`, each written aside and renamed."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = folder / "model.safetensors.tmp"
+    save_file(dict(tensors), aside, metadata={"format": "pt"})
     mask = os.umask(0)
     os.umask(mask)
-    path.chmod(0o666 & ~mask)
+    aside.chmod(0o666 & ~mask)  # safetensors writes for the owner alone
+    os.replace(aside, folder / "model.safetensors")
+    aside = folder / "config.json.tmp"
+    aside.write_text(config, encoding="utf-8")
+    os.replace(aside, folder / "config.json")
 
 
 class DraftNet(nn.Module):
@@ -212,21 +221,12 @@ class DraftNet(nn.Module):
 
     def save(self, folder: Path, provenance: Mapping[str, Any] | None = None) -> None:
         """`model.safetensors` (matrices and vectors in bfloat16) and `config.json`, each written aside and renamed."""
-        from safetensors.torch import save_file
-
-        folder.mkdir(parents=True, exist_ok=True)
         tensors = {
             name: (t.detach().to(torch.bfloat16) if t.is_floating_point() else t.detach()).contiguous().clone()
             for name, t in self.state_dict().items()
         }
-        aside = folder / "model.safetensors.tmp"
-        save_file(tensors, aside, metadata={"format": "pt"})
-        as_others_may_read(aside)
-        os.replace(aside, folder / "model.safetensors")
         config = replace(self.config, provenance=dict(provenance)) if provenance is not None else self.config
-        aside = folder / "config.json.tmp"
-        aside.write_text(config.to_json(), encoding="utf-8")
-        os.replace(aside, folder / "config.json")
+        write_folder(folder, tensors, config.to_json())
 
     def converted(self, dtype: torch.dtype, device: torch.device) -> Self:
         """A copy for decoding: parameters in `dtype` on `device`, d2t untouched."""

@@ -8,7 +8,6 @@ trees: what it drafts is this drafter's first choice at each position, without i
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,9 +46,7 @@ def export_peagle(
     embedding: (V, H) the target's input embedding. model, architecture: of the target, as vLLM is to load it.
     steps:     tokens drafted a round, at most the drafter's d.
     """
-    from safetensors.torch import save_file
-
-    from dartspec.drafters._checkpoint import as_others_may_read
+    from dartspec.drafters._checkpoint import write_folder
 
     c = net.config
     if c.mask != "pair" or c.final_norm_twice:
@@ -123,11 +120,4 @@ def export_peagle(
             "verifier": {"name_or_path": model, "architectures": [architecture]},
         },
     }
-    out.mkdir(parents=True, exist_ok=True)
-    aside = out / "model.safetensors.tmp"
-    save_file({n: t.contiguous() for n, t in weights.items()}, aside, metadata={"format": "pt"})
-    as_others_may_read(aside)
-    os.replace(aside, out / "model.safetensors")
-    aside = out / "config.json.tmp"
-    aside.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    os.replace(aside, out / "config.json")
+    write_folder(out, {n: t.contiguous() for n, t in weights.items()}, json.dumps(config, indent=1) + "\n")
