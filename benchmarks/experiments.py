@@ -104,12 +104,17 @@ def factorial(a: argparse.Namespace) -> dict[str, Any]:
     for levels in itertools.product((0, 1), repeat=len(factors)):
         at = {name: values[level] for (name, values), level in zip(factors.items(), levels, strict=True)}
         data = loaded[at.get("drafter", next(iter(loaded)))]
-        search = SearchConfig(ngram_weight=at["n-gram weight"], beam=at["beam"], logit_decay=at["logit decay"])
+        search = SearchConfig(
+            ngram_weight=at["n-gram weight"],
+            beam=at["beam"],
+            logit_decay=at["logit decay"],
+            running_text=at["running text"],
+        )
         used = index if at["n-gram weight"] else None
-        key = (at.get("drafter"), search, at["running text"])
+        key = (at.get("drafter"), search)
         if key not in replays:
             replays.clear()  # one setting's trees at a time; its sizes come one after the other
-            replays[key] = Replay(data, used, search, 59, text=at["running text"])
+            replays[key] = Replay(data, used, search, 59)
         s = sums(replays[key], at["nodes"])
         cells[levels] = by_prompt(data, s)
         per_seed = {t.seed: [k for k, u in enumerate(data.texts) if u.seed == t.seed] for t in data.texts}
@@ -235,7 +240,7 @@ def budget(a: argparse.Namespace) -> dict[str, Any]:
         data = part(Capture.load(Path(a.capture)), temperature)
         if not data.texts:
             continue
-        one = Replay(data, NgramIndex.open(a.index), SearchConfig(), max(SIZES))
+        one = Replay(data, NgramIndex.open(a.index), data.search, max(SIZES))
         before = None
         for n in (0, *SIZES):
             m = bootstrap(by_prompt(data, sums(one, n)), M)
@@ -310,7 +315,7 @@ def frontier(a: argparse.Namespace) -> dict[str, Any]:
             facts = {} if name == "none" else opened(path)
             index = None if name == "none" else NgramIndex.open(path)
             for text in (False, True):
-                one = Replay(data, index, search, a.nodes, text=text)
+                one = Replay(data, index, replace(search, running_text=text), a.nodes)
                 s = by_prompt(data, sums(one, a.nodes))
                 first = s if first is None else first
                 row: dict[str, Any] = {
@@ -399,7 +404,7 @@ def horizon(a: argparse.Namespace) -> dict[str, Any]:
     index, rows = NgramIndex.open(a.index), []
     draft = draft_ms(clock.lm, [d for d in range(1, deepest + 1)])
     for d in range(1, deepest + 1):
-        one = Replay(data, index, SearchConfig(), 59, horizon=d)
+        one = Replay(data, index, data.search, 59, horizon=d)
         for n in (8, 16, 59):
             s = by_prompt(data, sums(one, n))
             m = bootstrap(s, M)

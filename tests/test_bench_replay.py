@@ -173,7 +173,7 @@ def test_the_running_text_is_replayed(lm: dartspec.LM) -> None:
     guesser = Guesser(answers_of(lm, params))
     data = Capture(list(capture(lm.with_drafter(guesser), PROMPTS, params)), frozenset(), lm.text.fingerprint)
     search = replace(guesser.search, ngram_weight=3.0, ngram_at_level0=True)
-    with_text, without = (Replay(data, None, search, 6, text=t) for t in (True, False))
+    with_text, without = (Replay(data, None, replace(search, running_text=t), 6) for t in (True, False))
     differs = 0
     for nodes in (2, 6):
         guesser.search, guesser.live = search, LiveText()
@@ -186,13 +186,17 @@ def test_the_running_text_is_replayed(lm: dartspec.LM) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_dart_itself_is_replayed(lm: dartspec.LM, index: Path, tmp_path: Path, temperature: float) -> None:
+@pytest.mark.parametrize("running_text", [False, True])
+def test_dart_itself_is_replayed(
+    lm: dartspec.LM, index: Path, tmp_path: Path, temperature: float, running_text: bool
+) -> None:
     """The real drafter, whose rows the engine reads several at a time; its weights are random, its index is not."""
     folder = save_drafter(tmp_path / "drafter")
     params = SamplingParams(temperature=temperature, seed=2, max_tokens=48, ignore_eos=True)
+    search = SearchConfig(ngram_weight=2.0, ngram_at_level0=True, running_text=running_text)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"search": search.changes()}))
     own = lm.with_drafter(folder, nodes=40, index=index)
-    search = SearchConfig(ngram_weight=2.0, ngram_at_level0=True)
-    own.drafter.search = search  # type: ignore[attr-defined]
     data = Capture(
         list(capture(lm.with_drafter(folder, nodes=0), PROMPTS, params)),
         frozenset(lm.target.eos_token_ids),
@@ -271,9 +275,9 @@ def test_rows_hold_what_intervals_need(lm: dartspec.LM) -> None:
     for r in rows:
         assert r["M"] == pytest.approx(sum(r["committed"]) / sum(r["rounds"]), abs=1e-4)
     assert rows[1]["M"] > rows[0]["M"] >= 1
-    more = list(replay(data, {"none": None}, {"a": searches["a"]}, [8], horizons=(1, 5), texts=(False, True)))
-    assert [(r["horizon"], r["text"]) for r in more] == [(1, False), (1, True), (5, False), (5, True)]
-    assert more[2]["committed"] == rows[1]["committed"]
+    more = list(replay(data, {"none": None}, {"a": searches["a"]}, [8], horizons=(1, 5)))
+    assert [r["horizon"] for r in more] == [1, 5]
+    assert more[1]["committed"] == rows[1]["committed"]
 
 
 def test_what_does_not_fit_is_refused(lm: dartspec.LM, index: Path, tmp_path: Path) -> None:
@@ -324,17 +328,24 @@ def test_the_verbs_capture_and_replay(tmp_path: Path, index: Path) -> None:
     assert as_chain["method"] == "dart"
     assert list(as_chain["M"]) == list(chain)
     assert len(rows) == 2 * 4 * 2
-    less = run("replay", str(out), "--nodes", "4", "--horizon", "1,2", "--text", "off,on")
+    less = run("replay", str(out), "--nodes", "4", "--horizon", "1,2")
     assert less.exit_code == 0, less.stderr
-    assert "horizon 2, running text" in less.stdout
+    assert "horizon 2" in less.stdout
     assert rows[0]["against_first"] == [1.0, 1.0, 1.0]
     assert json.loads((folder / "config.json").read_text())["acceptance"]["16"] == round(rows[1]["M"], 3)
+    tuned = run("replay", str(out), "--search", "running_text=true", "--nodes", "4", "--record", str(folder))
+    assert tuned.exit_code == 0, tuned.stderr
+    assert json.loads((folder / "config.json").read_text())["search"] == {"running_text": True}
+    again = run("capture", *args, "--out", str(out))
+    assert again.exit_code == 0, again.stderr
+    own = run("replay", str(out), "--nodes", "4", "--out", str(written))  # as the drafter itself would search
+    assert own.exit_code == 0, own.stderr
+    assert json.loads(written.read_text())["rows"][0]["settings"]["running_text"] is True
     for bad, said in (
         (("--search", "colour=1"), "the search has no 'colour'"),
         (("--search", "beam=wide"), "search is 'beam=wide'"),
         (("--preset", "mine"), "preset is 'mine'"),
         (("--nodes", "auto"), "replay needs fixed sizes"),
-        (("--text", "maybe"), "text is 'maybe'"),
     ):
         refused = run("replay", str(out), *bad)
         assert refused.exit_code == 2

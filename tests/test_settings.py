@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dartspec.bench.measure import Method
 from dartspec.drafters import _settings
 from dartspec.drafters._checkpoint import FINAL
 from dartspec.lattice import SearchConfig
+from dartspec.ngram.live import LiveText
 from dartspec.tree import depths
 from dartspec.types import Committed, TokenTree
 
@@ -110,6 +112,24 @@ def test_a_lattice_search_takes_its_numbers(tmp_path: Path) -> None:
     folder = trained("dart", lm, tmp_path / "dart")
     made: Any = lm.with_drafter(f"{folder},beam=3,ngram_weight=0.25,softmax_over_kept=false").drafter
     assert made.search == SearchConfig(beam=3, ngram_weight=0.25, softmax_over_kept=False)
+    config = json.loads((folder / "config.json").read_text())
+    own = {"logit_decay": 0.6, "running_text": True, "beam": 4}
+    (folder / "config.json").write_text(json.dumps(config | {"search": own}))
+    kept: Any = lm.with_drafter(str(folder)).drafter
+    assert kept.search == SearchConfig(**own)
+    assert isinstance(kept.text, LiveText)
+    assert kept.search.changes() == own
+    over: Any = lm.with_drafter(f"{folder},beam=3,running_text=false").drafter
+    assert over.search == SearchConfig(logit_decay=0.6, beam=3)
+    assert over.text is None
+    for bad, said in (
+        ({"colour": 1}, r"search is \['colour'\]"),
+        ([1], r"search is \[1\]"),
+        ({"beam": 0}, "beam is 0"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | {"search": bad}))
+        with pytest.raises(DartspecError, match=said):
+            lm.with_drafter(str(folder))
     flat: Any = lm.with_drafter(f"{trained('dflash', lm, tmp_path / 'dflash')},tree=chain").drafter
     assert flat.config.tree == "chain"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
@@ -48,7 +48,9 @@ class SearchConfig:
     backoff: float = 1.0
     """Factor of g for each token of the context that is not used: 1 as the official program, less: stupid back-off."""
     text_weight: float = 0.5
-    """Share of the text's own counts in g, where `build_tree` is given a text."""
+    """Share of the text's own counts in g, where there are any."""
+    running_text: bool = False
+    """Whether a drafter counts the n-grams of each sequence's own prompt and output (`ngram.live.LiveText`)."""
     learned_weight: float = 0.5
     """Share of the learned continuity in g, where a drafter has one; without index and text it is all of g."""
     ngram_at_level0: bool = False
@@ -73,7 +75,7 @@ class SearchConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise DartspecError(f"{name} is {value!r}, expected a finite number")
-        for name in ("ngram_at_level0", "softmax_over_kept"):
+        for name in ("running_text", "ngram_at_level0", "softmax_over_kept"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise DartspecError(f"{name} is {value!r}, expected true or false")
@@ -88,6 +90,10 @@ class SearchConfig:
     def official(cls) -> SearchConfig:
         """As the official program does it: softmax over the kept, no n-gram term at level 0, 60 nodes."""
         return cls(budget=60, ngram_at_level0=False, softmax_over_kept=True)
+
+    def changes(self) -> dict[str, Any]:
+        """The numbers that are not the default: what a drafter's configuration says."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
     def _new_search(self) -> _core.TreeSearch:
         return _core.TreeSearch(

@@ -70,6 +70,11 @@ class Capture:
     fingerprint: str
     facts: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def search(self) -> SearchConfig:
+        """The drafter's own."""
+        return SearchConfig(**self.facts.get("search", {}))
+
     def save(self, path: Path) -> None:
         """One safetensors file, written aside and renamed."""
         keep = ("id", "suite", "temperature", "seed", "prompt", "ids", "limit")
@@ -163,7 +168,7 @@ class Replay:
     for: its first n nodes are the tree of size n.
 
     horizon: guesses of the first so many positions alone, as a drafter with a smaller d makes them (a mask sees only
-             the masks before it); None takes all. text: the running text's own n-grams too (`LiveText`).
+             the masks before it); None takes all.
     """
 
     def __init__(
@@ -174,7 +179,6 @@ class Replay:
         most_nodes: int,
         *,
         horizon: int | None = None,
-        text: bool = False,
     ) -> None:
         deepest = max((t.tokens.shape[1] for t in data.texts if t.tokens.dim() == 3), default=0)
         if horizon is not None and not 1 <= horizon <= max(deepest, 1):
@@ -188,7 +192,7 @@ class Replay:
                 "rebuild it with `dartspec ngram build`"
             )
         self.data, self.index, self.search, self.most_nodes = data, index, search, most_nodes
-        self.horizon, self.text = horizon, text
+        self.horizon = horizon
         self._trees: dict[tuple[int, int], tuple[dict[tuple[int, int], int], list[int]]] = {}
 
     def rounds(self, number: int, num_nodes: int) -> Metrics:
@@ -218,7 +222,7 @@ class Replay:
     def _tree(self, number: int, at: int) -> tuple[dict[tuple[int, int], int], list[int]]:
         """Children by (parent, token) and depths of the largest tree at a position."""
         if (number, at) not in self._trees:
-            if self.text:  # the counts grow with the text, so its positions are taken in order, all of them
+            if self.search.running_text:  # the counts grow with the text, so its positions come in order
                 counts = LiveText()
                 text = self.data.texts[number]
                 for i in range(len(text.tokens)):
@@ -254,15 +258,14 @@ def replay(
     sizes: Sequence[int],
     *,
     horizons: Sequence[int | None] = (None,),
-    texts: Sequence[bool] = (False,),
 ) -> Iterator[dict[str, Any]]:
-    """A row for each index, search, horizon, text and tree size: A and M with loops cut, M uncut, and both by text.
+    """A row for each index, search, horizon and tree size: A and M with loops cut, M uncut, and both by text.
 
     `rounds` and `committed` are the sums of each text in the capture's order, for intervals between settings.
     """
     cuts = [loop_start(t.ids) for t in data.texts]
-    for (name, index), (how, search), horizon, text in product(indices.items(), searches.items(), horizons, texts):
-        one = Replay(data, index, search, max(sizes), horizon=horizon, text=text)
+    for (name, index), (how, search), horizon in product(indices.items(), searches.items(), horizons):
+        one = Replay(data, index, search, max(sizes), horizon=horizon)
         for n in sizes:
             whole = [one.rounds(i, n) for i in range(len(data.texts))]
             cut = [m if c is None else m.before(c) for m, c in zip(whole, cuts, strict=True)]
@@ -272,7 +275,6 @@ def replay(
                 "search": how,
                 "nodes": n,
                 **({"horizon": horizon} if horizon is not None else {}),
-                **({"text": text} if any(texts) else {}),
                 "A": round(total.A, 4),
                 "M": round(total.M, 4),
                 "uncut_M": round(Metrics.merged(whole).M, 4),

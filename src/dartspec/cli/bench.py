@@ -632,6 +632,7 @@ def capture(
     from dartspec.bench.lattices import Capture, chain_curve
     from dartspec.bench.lattices import capture as record
     from dartspec.bench.suites import load_suites
+    from dartspec.lattice import SearchConfig
     from dartspec.types import SamplingParams
 
     term = Terminal(json=json, no_color=no_color)
@@ -648,7 +649,7 @@ def capture(
         for params, prompt in track(work, "recording", console=term.err, transient=True)
         for text in record(lm, [prompt], params)
     ]
-    facts = o.provenance(lm, None)
+    facts = o.provenance(lm, None) | {"search": getattr(lm.drafter, "search", SearchConfig()).changes()}
     data = Capture(texts, frozenset(lm.target.eos_token_ids), lm.text.fingerprint, facts)
     data.save(out)
     positions = sum(len(t.tokens) for t in texts)
@@ -666,13 +667,13 @@ def replay(
         list[str] | None,
         typer.Option(help="KEY=VALUE[,VALUE...] of the tree search, such as ngram_weight=0.25,0.5; all are combined."),
     ] = None,
-    preset: Annotated[str, typer.Option(help="What --search changes: shipped, paper or official.")] = "shipped",
+    preset: Annotated[str, typer.Option(help="What --search changes: the drafter's own, paper or official.")] = "own",
     horizon: Annotated[
         str | None, typer.Option(help="Guesses of the first so many positions, separated by commas; default: all.")
     ] = None,
-    text: Annotated[str, typer.Option(help="The running text's own n-grams: off, on, or off,on.")] = "off",
     record: Annotated[
-        Path | None, typer.Option(help="Write M by tree size into this drafter folder's config.json.")
+        Path | None,
+        typer.Option(help="Write the first row's search, and its M by tree size, into this drafter's config.json."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="JSON file of the result.", callback=_result_file)
@@ -690,7 +691,8 @@ def replay(
       dartspec bench replay guesses.safetensors --index my.ngram --index none
       dartspec bench replay guesses.safetensors --index my.ngram --search ngram_weight=0.25,0.5,1 --nodes 16,59
       dartspec bench replay guesses.safetensors --preset paper --nodes 59
-      dartspec bench replay guesses.safetensors --index my.ngram --horizon 2,4,6,8 --text off,on
+      dartspec bench replay guesses.safetensors --index my.ngram --horizon 2,4,6,8
+      dartspec bench replay guesses.safetensors --search running_text=false,true --search logit_decay=0.6,0.9
     """
     from itertools import product
 
@@ -704,10 +706,13 @@ def replay(
     from dartspec.ngram import NgramIndex
 
     term = Terminal(json=json, no_color=no_color)
-    presets = {"shipped": SearchConfig, "paper": SearchConfig.paper, "official": SearchConfig.official}
+    data = Capture.load(file)
+    if not data.texts:
+        raise DartspecError(f"{file} holds no text: record some prompts with dartspec bench capture")
+    presets = {"own": data.search, "paper": SearchConfig.paper(), "official": SearchConfig.official()}
     if preset not in presets:
         raise DartspecError(f"preset is {preset!r}; it must be one of {', '.join(presets)}")
-    base, axes = asdict(presets[preset]()), dict(map(_axis, search or []))
+    base, axes = asdict(presets[preset]), dict(map(_axis, search or []))
     if unknown := next((k for k in axes if k not in base), None):
         raise DartspecError(f"the search has no {unknown!r}; there are: {', '.join(base)}")
     grid = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
@@ -718,16 +723,10 @@ def replay(
     sizes = [n for n in _sizes(nodes) if isinstance(n, int)]
     if not sizes:
         raise DartspecError(f"nodes is {nodes!r}; replay needs fixed sizes, such as 8,16")
-    data = Capture.load(file)
-    if not data.texts:
-        raise DartspecError(f"{file} holds no text: record some prompts with dartspec bench capture")
     horizons: tuple[int | None, ...] = _list(horizon, int, "horizon") if horizon else (None,)
-    texts = tuple({"off": False, "on": True}.get(t) for t in text.split(","))
-    if None in texts:
-        raise DartspecError(f"text is {text!r}; it must be off, on, or off,on")
     indices = {Path(i).name: None if i == "none" else NgramIndex.open(i) for i in index or ["none"]}
-    total = len(indices) * len(searches) * len(horizons) * len(texts) * len(sizes)
-    made = replayed(data, indices, searches, sizes, horizons=horizons, texts=[t is True for t in texts])
+    total = len(indices) * len(searches) * len(horizons) * len(sizes)
+    made = replayed(data, indices, searches, sizes, horizons=horizons)
     rows = list(track(made, "replaying", total, console=term.err, transient=True))
     table = Table("index", "search", *(f"M, {n} nodes" for n in sizes), "against the first", box=box.SIMPLE_HEAD)
     for start in range(0, len(rows), len(sizes)):
@@ -738,7 +737,6 @@ def replay(
         ratio = _interval(own[-1]["against_first"]) if own[-1] is not first else ""
         how = [own[0]["search"]]
         how += [f"horizon {own[0]['horizon']}"] if "horizon" in own[0] else []
-        how += ["running text"] if own[0].get("text") else []
         table.add_row(own[0]["index"], ", ".join(how), *(f"{r['M']:.3f}" for r in own), ratio)
     _print(table, term)
     chain = chain_curve(data)
@@ -748,9 +746,10 @@ def replay(
         save_result(out, result)
     if record is not None:
         config = json_module.loads((record / "config.json").read_text(encoding="utf-8"))
+        config["search"] = SearchConfig(**rows[0]["settings"]).changes()
         config["acceptance"] = {"0": 1.0} | {str(r["nodes"]): round(r["M"], 3) for r in rows[: len(sizes)]}
         save_result(record / "config.json", config)
-    brief = ("index", "search", "horizon", "text", "nodes", "A", "M", "uncut_M", "against_first")
+    brief = ("index", "search", "horizon", "nodes", "A", "M", "uncut_M", "against_first")
     _last_line({"texts": len(data.texts), "chain": chain, "rows": [{k: r[k] for k in brief if k in r} for r in rows]})
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -48,7 +48,6 @@ from dartspec.types import Committed, TargetView, TokenTree
 if TYPE_CHECKING:
     from dartspec.lattice import SearchConfig
     from dartspec.ngram import NgramIndex
-    from dartspec.ngram.live import LiveText
 
 FORMS = ("", "block", "dense", "flex")
 HEADS = ("own", "target", "low_rank")
@@ -71,6 +70,7 @@ class Config(LayerConfig):
     head:  "own": a matrix of its own. "target": the target's rows of the draft vocabulary, neither trained nor stored.
            "low_rank": a matrix of its own, of rank `head_rank`.
     continuity_rank: of the learned continuity (`_bigram`), which then replaces or joins the n-gram index; 0: none.
+    search: numbers of the tree search (`SearchConfig`) that were found best for it, where they are not the default.
     """
 
     title: ClassVar[str] = "DART"
@@ -82,9 +82,11 @@ class Config(LayerConfig):
     head: str = "own"
     head_rank: int = 0
     continuity_rank: int = 0
+    search: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.searching()
         self.refuse_unless(self.mask in ("pair", "official"), f"mask is {self.mask!r}; must be 'pair' or 'official'")
         self.refuse_unless(isinstance(self.shifted, bool), f"shifted is {self.shifted!r}; must be true or false")
         self.refuse_unless(self.head in HEADS, f"head is {self.head!r}; must be one of {', '.join(HEADS)}")
@@ -99,6 +101,15 @@ class Config(LayerConfig):
             self.head != "target" or self.hidden_size == self.target_hidden_size,
             f"the target's head is for rows of {self.target_hidden_size}, not of hidden_size {self.hidden_size}",
         )
+
+    def searching(self, **changes: Any) -> SearchConfig:
+        """The tree search with its own numbers, and `changes` to them."""
+        from dartspec.lattice import SearchConfig
+
+        if not isinstance(self.search, dict) or (unknown := set(self.search) - {f.name for f in fields(SearchConfig)}):
+            found = self.search if not isinstance(self.search, dict) else sorted(unknown)
+            self.refuse_unless(False, f"search is {found!r}; must map fields of the tree search to their values")
+        return SearchConfig(**{**self.search, **changes})
 
     @property
     def num_masks(self) -> int:
@@ -383,8 +394,10 @@ class DartDrafter:
 
     net:    its weights are copied, in the target's dtype and on its device.
     index:  n-gram continuity, or None; a learned one joins it, and replaces it where there is none or
-            `search.learned_weight` is 1. search: the numbers of the tree search.
-    text:   the n-grams of the text at hand beside those of the index, or None; may be set at any time.
+            `search.learned_weight` is 1.
+    search: the numbers of the tree search; default: those of its config.
+    text:   the n-grams of the text at hand beside those of the index, or None; set by `search.running_text`, and may
+            be set at any time.
     search_ms: milliseconds spent in the tree search so far; the engine shows it as a stage of its own.
     """
 
@@ -394,14 +407,14 @@ class DartDrafter:
         view: TargetView,
         index: NgramIndex | None = None,
         search: SearchConfig | None = None,
-        text: LiveText | None = None,
     ) -> None:
-        from dartspec.lattice import SearchConfig
+        from dartspec.ngram.live import LiveText
 
         self.config = c = net.config
         self.taps = c.taps
-        self.view, self.index, self.text = view, index, text
-        self.search = search if search is not None else SearchConfig()
+        self.view, self.index = view, index
+        self.search = search if search is not None else c.searching()
+        self.text = LiveText() if self.search.running_text else None
         self.search_ms = 0.0
         self._prefixes: dict[int, Prefix] = {}
         dtype, device = view.dtype, view.device
@@ -677,7 +690,6 @@ def load(
     view: TargetView,
     index: NgramIndex | Path | str | None = None,
     search: SearchConfig | None = None,
-    text: LiveText | None = None,
 ) -> DartDrafter:
     """The drafter of a folder (`config.json`, `model.safetensors`) or of a network, checked against the target.
 
@@ -695,4 +707,4 @@ def load(
         from dartspec.ngram import NgramIndex
 
         index = NgramIndex.open(index, expect_fingerprint=getattr(view, "tokenizer_fingerprint", None))
-    return DartDrafter(net, view, index, search, text)
+    return DartDrafter(net, view, index, search)

@@ -170,7 +170,7 @@ def load(folder: str | Path, view: TargetView, settings: Mapping[str, str] | Non
         own, *search = _settings.read(settings, *kinds, method=checkpoint.method)
         source.use(replace(source.config, **own))
         if searches:
-            options["search"] = SearchConfig(**search[0])
+            options["search"] = source.config.searching(**search[0])
     made = module.load(source, view, **options)
     return made
 
