@@ -172,12 +172,20 @@ def prepare(config: TrainConfig, target: Target, template_hash: str | None = Non
     examples = read_examples(paths, max_tokens=config.max_tokens, vocab_size=target.num_tokens)
     training, held = split_examples(examples, config.held_out)
     random.Random(0).shuffle(training)  # any part of a cache that is still being written is then a fair sample
-    vocabulary = choose_vocabulary(training, config.draft_vocab_size, target.num_tokens, target.eos_token_ids)
+    more = [Path(p) for p in config.vocabulary_data]
+    check_infos(more, target.tokenizer_fingerprint)
+    counted = training
+    if more:
+        counted = training + read_examples(more, max_tokens=config.max_tokens, vocab_size=target.num_tokens)
+    vocabulary = choose_vocabulary(counted, config.draft_vocab_size, target.num_tokens, target.eos_token_ids)
     provenance = {
         "data": [p.name for p in paths],
+        **({"vocabulary_data": [p.name for p in more]} if more else {}),
         "data_digest": digest(training),
         "train_config": {
-            k: v for k, v in config.to_dict().items() if k not in ("out", "cache", "init", "target", "data", "device")
+            k: v
+            for k, v in config.to_dict().items()
+            if k not in ("out", "cache", "init", "target", "data", "vocabulary_data", "device")
         },
         "coverage": round(vocabulary.coverage, 5),
         "torch": torch.__version__,
