@@ -312,7 +312,7 @@ def test_an_interrupted_run_goes_on_where_it_was(lm: dartspec.LM, tmp_path: Path
         raise AssertionError("a finished run loads no model")
 
     assert execute(c, PROMPTS, nothing_to_load, journal=Journal.open(path, header)) == records
-    with pytest.raises(DartspecError, match="unfinished run with another seed: 1, this run has 2"):
+    with pytest.raises(DartspecError, match="unfinished run that has seed 1, this run has 2"):
         Journal.open(path, {"commit": "x", "seed": 2})
 
 
@@ -330,7 +330,7 @@ def test_a_run_goes_on_though_the_checkout_moved(tmp_path: Path) -> None:
     mixed = Journal.open(path, changed, "three", mixed=True)
     assert mixed.facts() == {"commits": ["one", "two", "three"]}
     assert Journal.open(path, header, "two").facts() == {"commits": ["one", "two"]}
-    with pytest.raises(DartspecError, match="another seed"):
+    with pytest.raises(DartspecError, match="that has seed 1"):
         Journal.open(path, {**changed, "seed": 2}, "three", mixed=True)
     assert Journal.open(tmp_path / "new.jsonl", header, "one").facts() == {}
 

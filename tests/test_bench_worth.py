@@ -47,8 +47,24 @@ def test_the_fastest_method_over_all_sets_is_judged() -> None:
     assert best_row(result(), "e@8")["speed_up"][0] == 1.5
     assert answer(result(low=0.9))["verdict"] == "unclear"
     slow = {"kind": "run", "rows": [row("a", "plain"), row("a", "d@8", [0.8, 0.7, 0.9])]}
-    assert answer(slow, spent_hours=1)["sentences"][-1] == "The 1 hours are never repaid."
+    assert answer(slow, spent_hours=1)["sentences"][-1] == "The 1 hour of work: never repaid."
     assert answer(slow)["verdict"] == "no"
+
+
+def test_training_is_repaid_by_what_it_gives_beyond_what_is_free() -> None:
+    rows = [
+        *result()["rows"],
+        row("all", "prompt_lookup,max_ngram=2@8", [1.25, 1.2, 1.3]),
+        row("all", "d+prompt_lookup@8", [1.9, 1.8, 2.0]),
+    ]
+    found = answer({"kind": "run", "rows": rows}, spent_hours=2)
+    assert found["free"] == ["prompt_lookup,max_ngram=2@8", 1.25]
+    assert found["break_even_tokens"][0] == pytest.approx(2 * 3.6e6 / (10 / 1.25 - 10 / 2))
+    assert "needs no training, writes 1.25 times as fast" in " ".join(found["sentences"])
+    slower = [*result()["rows"], row("all", "suffix@8", [0.9, 0.8, 1.0])]
+    assert answer({"kind": "run", "rows": slower}, spent_hours=2)["break_even_tokens"][0] == pytest.approx(
+        2 * 3.6e6 / 5
+    )
 
 
 def test_what_cannot_be_judged_is_refused() -> None:

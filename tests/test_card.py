@@ -133,6 +133,12 @@ def test_push_to_a_folder_sends_what_belongs_to_a_drafter(folder: Path, tmp_path
     assert (place / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     lm = dartspec.load(tiny_cli.model(), tiny_cli.tokenizer(), drafter=str(place))
     assert lm.drafter_name == "dart"
+    other = tmp_path / "project"
+    other.mkdir()
+    (other / CARD).write_text("mine")
+    with pytest.raises(DartspecError, match=r"holds a README\.md and no drafter"):
+        push(folder, str(other))
+    assert (other / CARD).read_text() == "mine"
 
 
 def test_push_to_the_hub_makes_a_private_repository_and_uploads_the_same_files(

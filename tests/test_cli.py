@@ -704,7 +704,7 @@ def test_an_index_of_another_tokenizer_is_refused(folder: str, drafter: Path, tm
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ((), "training needs a target, at least one data file and an output folder"),
+        ((), "training needs a target (--target), at least one data file (--data) and an output folder (--out)"),
         (("/nowhere.json",), "cannot be read"),
         (("--set", "steps"), "is not KEY=VALUE"),
         (("--set", "target=./nowhere", "--set", "data=b", "--set", "out=c"), "nowhere"),

@@ -94,6 +94,8 @@ def test_a_file_begun_otherwise_is_not_gone_on_with(tmp_path: Path) -> None:
     run(tmp_path / "a.jsonl", PROMPTS[:2])
     with pytest.raises(DartspecError, match=r"begun with template arguments \{\}, this run has \{'x': 1\}"):
         run(tmp_path / "a.jsonl", arguments={"x": 1})
+    with pytest.raises(DartspecError, match=r"begun with temperatures and length \{'temperatures': \[0.0, 0.7\]"):
+        run(tmp_path / "a.jsonl", temperatures=(1.0,))
 
 
 def test_a_prompt_is_what_comes_before_an_answer(tmp_path: Path) -> None:
@@ -110,9 +112,11 @@ def test_a_prompt_is_what_comes_before_an_answer(tmp_path: Path) -> None:
         {"id": "x", "messages": messages, "tools": [{"name": "add"}]},
         {"id": 7, "turns": ["first", "second"]},
         {"instruction": "say", "output": "it"},
+        {"prompt": "alone"},
     ]
     source.write_text("".join(json.dumps(r) + "\n" for r in records))
-    first, turns, made = read_asks([str(source)])
+    first, turns, made, alone = read_asks([str(source)])
+    assert alone.messages == ({"role": "user", "content": "alone"},)
     assert [m["role"] for m in first.messages] == ["system", "user"]
     assert (first.id, first.tools) == ("x", [{"name": "add"}])
     assert (turns.id, turns.messages) == ("7", ({"role": "user", "content": "first"},))

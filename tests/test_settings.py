@@ -180,6 +180,10 @@ def test_bench_takes_the_same_text() -> None:
     assert method.label == "latest,d=6,top_k=4@16,index=none"
     with pytest.raises(DartspecError, match="NAME,key=value"):
         Method.parse("dart@8,d")
+    (united,) = Method.parse("dart,d=4+prompt_lookup,length=6@8,index=none")
+    assert (united.drafter, united.nodes, united.index) == ("dart,d=4+prompt_lookup,length=6", 8, None)
+    with pytest.raises(DartspecError, match="two numbers of nodes"):
+        Method.parse("dart@8,d=4@16")
 
 
 def test_every_setting_can_be_written_as_text() -> None:

@@ -6,6 +6,7 @@ The text before the first loop is counted apart (`cut`), the whole text beside i
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,10 +42,13 @@ class Method:
 
     @classmethod
     def parse(cls, text: str, sizes: Sequence[int | str] = ("auto",)) -> list[Method]:
-        """`NAME[@NODES][,index=FILE|none][,SETTING=VALUE...]`; one method for each of `sizes` where NODES is not
-        given. The drafter knows its settings."""
-        head, *options = text.split(",")
-        name, _, own = head.partition("@")
+        """`NAME[,SETTING=VALUE...][@NODES][,index=FILE|none]`, NODES at the end of any part; one method for each of
+        `sizes` where it is not given. The drafter knows its settings."""
+        bare, *found = re.split(r"@([^,/@]*)(?=,|$)", text)
+        if len(found) > 2:
+            raise DartspecError(f"method {text!r} has two numbers of nodes; expected NAME[@NODES], such as dart@8")
+        own, bare = (found[0], bare + found[1]) if found else ("", bare)
+        name, *options = bare.split(",")
         index: str | None = "auto"
         for option in options:
             key, _, value = option.partition("=")

@@ -261,7 +261,7 @@ class Journal:
             )
         if differs:
             raise DartspecError(
-                f"{path} holds an unfinished run with another {differs[0]}: {old.get(differs[0])!r}, this run has "
+                f"{path} holds an unfinished run that has {differs[0]} {old.get(differs[0])!r}, this run has "
                 f"{made.header.get(differs[0])!r}; remove the file, or choose another --out"
             )
         if lines[-1]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
 from dartspec.errors import DartspecError
+
+FREE = ("prompt_lookup", "suffix", "lookahead")  # methods that need no training
 
 
 def best_row(result: Mapping[str, Any], method: str | None = None) -> Mapping[str, Any]:
@@ -98,17 +101,26 @@ def answer(
                 f"answer comes {half[0]:.2f} times as soon [{half[1]:.2f}, {half[2]:.2f}], p90 {late[0]:.2f} times."
             )
     if spent_hours:
-        tokens = break_even(row["plain_ms"], s, spent_hours)
+        hours = "1 hour" if spent_hours == 1 else f"{spent_hours:g} hours"
+        free = _best_free(result["rows"], row)
+        base = 1.0 if free is None else max(1.0, float(free["speed_up"][0]))
+        if free is not None and base > 1:
+            found["free"] = [free["method"], base]
+            sentences.append(
+                f"{free['method']}, which needs no training, writes {base:.2f} times as fast: only what is gained "
+                "above it repays the work."
+            )
+        tokens = break_even(row["plain_ms"] / base, [x / base for x in s], spent_hours)
         found |= {"spent_hours": spent_hours, "break_even_tokens": tokens}
         if tokens[0] is None:
-            sentences.append(f"The {spent_hours:g} hours are never repaid.")
+            sentences.append(f"The {hours} of work: never repaid.")
         else:
             most = "never" if tokens[2] is None else f"{tokens[2] / 1e6:.1f} M"
-            line = f"The {spent_hours:g} hours of this machine are repaid after {tokens[0] / 1e6:.1f} M tokens"
+            line = f"The {hours} of work on this machine: repaid after {tokens[0] / 1e6:.1f} M tokens"
             sentences.append(f"{line}, at the ends of the interval {(tokens[1] or 0) / 1e6:.1f} M and {most}.")
             if tokens_per_day:
                 found["break_even_days"] = round(tokens[0] / tokens_per_day, 2)
-                sentences.append(f"At {tokens_per_day:g} tokens a day that is {found['break_even_days']:.1f} days.")
+                sentences.append(f"At {tokens_per_day:,.0f} tokens a day that is {found['break_even_days']:.1f} days.")
     return found | {"sentences": sentences}
 
 
@@ -121,3 +133,11 @@ def _extremes(
     if len(own) < 2:
         return None, None
     return min(own, key=lambda r: float(r["speed_up"][0])), max(own, key=lambda r: float(r["speed_up"][0]))
+
+
+def _best_free(rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The fastest method that needs no training, measured in the same cell as the row of one that did."""
+    keys = ("suite", "temperature", "batch", "threads")
+    same = [r for r in rows if "speed_up" in r and all(r[k] == row[k] for k in keys) and r["method"] != row["method"]]
+    free = [r for r in same if re.split("[,@]", r["method"])[0] in FREE and "+" not in r["method"]]
+    return max(free, key=lambda r: float(r["speed_up"][0]), default=None)

@@ -148,7 +148,8 @@ class Loading:
             on_plan=lambda plan: term.note(str(plan)),
         )
         size = "as many nodes as pay" if lm.nodes == "auto" else f"{lm.nodes} nodes a tree"
-        term.note(f"{lm.drafter_note}; {size}")
+        if self.drafter != "none":
+            term.note(f"{lm.drafter_note}; {size}")
         if lm.nodes == "auto" and lm.drafter_name != "none" and not lm.is_measured:
             term.note("measuring this machine, once; it takes about ten seconds")
             lm.times()

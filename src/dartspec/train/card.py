@@ -227,6 +227,8 @@ def push(folder: Path, to: str, *, private: bool = True, message: str = "") -> s
         place = Path(to).expanduser()
         if place.exists() and not place.is_dir():
             raise DartspecError(f"{place} is a file: give a folder to copy to")
+        if (place / CARD).exists() and not (place / "config.json").exists():
+            raise DartspecError(f"{place} holds a {CARD} and no drafter: give a folder of its own")
         place.mkdir(parents=True, exist_ok=True)
         for file in files:
             with written_aside(place / file.name) as aside:

@@ -96,7 +96,9 @@ class TrainConfig:
             object.__setattr__(self, name, _read(name, hint, getattr(self, name)))
         object.__setattr__(self, "method", self.method.replace("-", "_"))
         if not self.target or not self.data or not self.out:
-            raise DartspecError("training needs a target, at least one data file and an output folder")
+            raise DartspecError(
+                "training needs a target (--target), at least one data file (--data) and an output folder (--out)"
+            )
         for f in fields(self):
             value = getattr(self, f.name)
             for one in value if f.name == "betas" else (value,):

@@ -36,6 +36,7 @@ _ROLES = {  # ShareGPT's names, and what chat templates call them
     "function_response": "tool",
 }
 _PAIRS = (("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("query", "response"))
+_TABLES = (".parquet", ".arrow", ".csv", ".tsv")
 MOST_REASONS = 30  # that are told apart: a broken file has another in every line
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
@@ -70,6 +71,9 @@ def conversation_of(record: Any) -> Conversation:
     for asked, answered in _PAIRS:
         if isinstance(record.get(asked), str) and isinstance(record.get(answered), str):
             return Conversation([_said("user", record[asked]), _said("assistant", record[answered])], tools or None)
+    for asked, _ in _PAIRS:
+        if isinstance(record.get(asked), str):  # a prompt that nobody has answered
+            return Conversation([_said("user", record[asked])], tools or None)
     if isinstance(turns := record.get("turns"), list) and all(isinstance(t, str) for t in turns):
         return Conversation([_said("user", t) for t in turns], tools or None)
     if isinstance(record.get("text"), str):
@@ -182,6 +186,8 @@ def _file_records(path: Path) -> Iterator[tuple[str, Any]]:
                 raise DartspecError(f"{path}: {whole}")
             for i, record in enumerate(whole if isinstance(whole, list) else [whole]):
                 yield f"{path}, record {i}", record
+        elif path.suffix in _TABLES:
+            raise DartspecError(f"{path} is one file of a data set: give its folder, which the package datasets reads")
         else:
             yield str(path), {"text": path.read_text(encoding="utf-8")}
     except UnicodeDecodeError as error:

@@ -160,14 +160,16 @@ class FileInfo:
     """What a file of token ids was made with and what was left out; kept beside it as FILE.info.json.
 
     made_by: prepare or regenerate. template_hash: of the chat template, None for plain text. template_arguments: what
-    it was given (thinking or not). mask: how answers were found. counts, dropped (by reason) and not_rendered (parts of
-    conversations that the template did not write) are for people.
+    it was given (thinking or not). answering: temperatures and longest answer, of `regenerate`. mask: how answers were
+    found. counts, dropped (by reason) and not_rendered (parts of conversations that the template did not write) are for
+    people.
     """
 
     made_by: str
     tokenizer_fingerprint: str
     template_hash: str | None = None
     template_arguments: dict[str, Any] = field(default_factory=dict)
+    answering: dict[str, Any] = field(default_factory=dict)
     target: str = ""
     sources: tuple[str, ...] = ()
     counts: dict[str, int] = field(default_factory=dict)

@@ -188,12 +188,13 @@ def regenerate(
 
     An id's temperature and seed follow from the id, so a resumed run writes what an unbroken one would have written.
     Prompts longer than `max_prompt` tokens are left out and counted. arguments: of the chat template; a file that was
-    begun with others, or for another tokenizer, is refused.
+    begun with others, with other temperatures or lengths, or for another tokenizer, is refused.
     """
     given = dict(arguments or {})
+    answering = {"temperatures": list(temperatures), "max_tokens": max_tokens}
     before = FileInfo.read(out)
     if before is not None:
-        _same(out, before, text, given)
+        _same(out, before, text, given, answering)
     done = done_ids(out)
     counts, dropped = Counter(before.counts if before else {}), Counter[str]()
     names, requests = [], []
@@ -224,6 +225,7 @@ def regenerate(
             tokenizer_fingerprint=text.fingerprint,
             template_hash=text.template_hash,
             template_arguments=given,
+            answering=answering,
             target=target,
             sources=tuple(Path(s).name for s in sources),
             counts=dict(counts),
@@ -275,9 +277,10 @@ def regenerate(
     return made
 
 
-def _same(out: Path, before: FileInfo, text: Text, arguments: Mapping[str, Any]) -> None:
-    was = (before.tokenizer_fingerprint, before.template_hash, before.template_arguments)
-    now = (text.fingerprint, text.template_hash, dict(arguments))
-    for name, a, b in zip(("tokenizer", "chat template", "template arguments"), was, now, strict=True):
-        if a != b:
+def _same(out: Path, before: FileInfo, text: Text, arguments: Mapping[str, Any], answering: Mapping[str, Any]) -> None:
+    was = (before.tokenizer_fingerprint, before.template_hash, before.template_arguments, before.answering)
+    now = (text.fingerprint, text.template_hash, dict(arguments), dict(answering))
+    names = ("tokenizer", "chat template", "template arguments", "temperatures and length")
+    for name, a, b in zip(names, was, now, strict=True):
+        if a != b and (a or name != names[-1]):  # older files do not say how they were answered
             raise DartspecError(f"{out} was begun with {name} {a}, this run has {b}: give another --out")
