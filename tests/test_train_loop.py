@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import random
 import os
 import shutil
 import signal
@@ -412,6 +414,24 @@ def test_a_run_may_start_from_a_drafter_with_another_vocabulary(
     assert net.config.provenance["init"] == old.config.provenance
     with pytest.raises(DartspecError, match=r"init: mask_features is \[96\] there, this run needs \[64\]"):
         train(replace(larger, taps=(1, 3)), target(), report=quiet)
+
+
+def test_the_vocabulary_may_be_counted_in_more_answers(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later stage keeps the ids that earlier ones needed, and trains on its own answers alone."""
+    seen: list[Trainer] = []
+    monkeypatch.setattr(Trainer, "run", lambda self, _=None: seen.append(self))
+    earlier = tmp_path / "earlier.jsonl"
+    earlier.write_text(json.dumps({"prompt": [3, 4], "response": random.Random(1).choices(range(70, 79), k=58)}) + "\n")
+    for changes in ({}, {"vocabulary_data": (str(earlier),)}):
+        train(replace(config, out=str(tmp_path / f"run{len(seen)}"), **changes), target(), report=quiet)
+    own, both = seen
+    assert len(own.train_set) == len(both.train_set)
+    assert not {70, 78} & set(own.net.target_ids().tolist())
+    assert set(range(70, 79)) <= set(both.net.target_ids().tolist())
+    assert both.net.config.provenance["vocabulary_data"] == ["earlier.jsonl"]
+    assert "vocabulary_data" not in own.net.config.provenance
 
 
 def test_the_schedule_warms_up_and_ends_low(config: TrainConfig) -> None:
