@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import os
+import random
 import shutil
 import signal
 from dataclasses import replace
