@@ -14,8 +14,9 @@ import torch
 from dartspec.drafters import dart
 from dartspec.train.batch import TrainBatch
 from dartspec.train.config import TrainConfig
-from test_dart_net import View, config, random_net
+from test_dart_net import config, random_net
 from test_train_loss import example
+from tiny_net import View
 
 PATH = Path(__file__).parent.parent / "benchmarks" / "ablations.py"
 

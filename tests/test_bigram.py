@@ -26,9 +26,10 @@ from dartspec.train.loop import warm_start
 from dartspec.types import Committed, SamplingParams
 from reference import search as twin
 from reference.prefixes import carries, row_weight
-from test_dart_net import HIDDEN, VOCAB, View, config, random_net, text
+from test_dart_net import config, random_net
 from test_lossless import plain, randomised, requests_for, run, target, tiny_layer
 from test_train_loss import batch, our_step
+from tiny_net import HIDDEN, VOCAB, View, text
 
 RANK = 6
 

@@ -16,7 +16,8 @@ from dartspec.drafters import dart
 from dartspec.drafters.dart import Config, DartNet
 from dartspec.errors import DartspecError
 from dartspec.types import Committed
-from test_dart_net import VOCAB, View, config, random_net, text, training_log_probs
+from test_dart_net import config, random_net, training_log_probs
+from tiny_net import VOCAB, View, text
 
 
 @pytest.fixture

@@ -17,66 +17,18 @@ from dartspec.lattice import SearchConfig
 from dartspec.ngram import NgramIndex
 from dartspec.types import Committed
 from reference.dart_dense import dense_forward, layout
-
-VOCAB, HIDDEN = 61, 24
+from tiny_net import HIDDEN, LAYER, VOCAB, View, randomised, text
 
 
 def config(**changes: Any) -> Config:
-    values: dict[str, Any] = {
-        "d": 5,
-        "taps": (1, 2, 4),
-        "hidden_size": HIDDEN,
-        "intermediate_size": 40,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "draft_vocab_size": 37,
-        "vocab_size": VOCAB,
-        "target_hidden_size": HIDDEN,
-        "num_target_layers": 4,
-    }
-    return Config(**{**values, **changes})
+    return Config(**{**LAYER, "d": 5, **changes})
 
 
 def random_net(c: Config, seed: int = 0) -> DartNet:
-    generator = torch.Generator().manual_seed(seed)
-    net = DartNet(c)
-    with torch.no_grad():
-        for p in net.parameters():
-            p.normal_(0.0, 0.3, generator=generator)
-            if p.dim() == 1:
-                p.add_(1.0)
-        ids = torch.randperm(c.vocab_size, generator=generator)[: c.draft_vocab_size].sort().values
-        net.d2t.copy_(ids - torch.arange(c.draft_vocab_size))
+    net = randomised(DartNet(c), seed)
     if c.head == "target":
-        net.target_head = View().table[ids]
+        net.target_head = View().table[net.target_ids()]
     return net
-
-
-class View:
-    """A target's sizes and embedding; nothing else is needed to draft."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32, num_tokens: int = VOCAB, **changes: Any) -> None:
-        self.vocab_size, self.num_tokens, self.hidden_size, self.num_layers = VOCAB, num_tokens, HIDDEN, 4
-        self.eos_token_ids = frozenset({2})
-        self.dtype, self.device = dtype, torch.device("cpu")
-        self.table = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9)).to(dtype)
-        self.__dict__.update(changes)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return self.table[ids]
-
-    def lm_head(self, hidden: Tensor) -> Tensor:
-        return hidden @ self.table.T
-
-
-def text(length: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """(L,) ids and (L - 1, taps, H) features."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, VOCAB, (length,), generator=generator)
-    return ids, torch.randn(length - 1, 3, HIDDEN, generator=generator).to(dtype)
 
 
 def shared_rows(view: View, ids: Tensor, features: Tensor, first: list[int], anchors: list[int]) -> SharedRows:

@@ -12,8 +12,8 @@ import test_eagle3
 import test_heads
 from dartspec.drafters import dflash, eagle3, hydra, medusa
 from dartspec.types import Committed
-from test_dart_net import HIDDEN, VOCAB, View
 from test_eagle3 import scored_paths
+from tiny_net import HIDDEN, VOCAB, View
 
 
 def nets() -> dict[str, tuple[Any, Any]]:

@@ -20,40 +20,15 @@ from dartspec.tree import check
 from dartspec.types import Committed, TokenTree
 from reference import eagle3 as reference
 from reference.prefixes import row_weight
-from test_dart_net import HIDDEN, VOCAB, View, text
+from tiny_net import HIDDEN, LAYER, VOCAB, View, randomised, text
 
 
 def config(**changes: Any) -> Config:
-    values: dict[str, Any] = {
-        "d": 4,
-        "taps": (1, 2, 4),
-        "hidden_size": HIDDEN,
-        "intermediate_size": 40,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "draft_vocab_size": 37,
-        "vocab_size": VOCAB,
-        "target_hidden_size": HIDDEN,
-        "num_target_layers": 4,
-        "top_k": 3,
-    }
-    return Config(**{**values, **changes})
+    return Config(**{**LAYER, "d": 4, "top_k": 3, **changes})
 
 
 def random_net(c: Config, seed: int = 0) -> Eagle3Net:
-    generator = torch.Generator().manual_seed(seed)
-    net = Eagle3Net(c)
-    with torch.no_grad():
-        for p in net.parameters():
-            p.normal_(0.0, 0.3, generator=generator)
-            if p.dim() == 1:
-                p.add_(1.0)
-        ids = torch.randperm(c.vocab_size, generator=generator)[: c.draft_vocab_size].sort().values
-        net.d2t.copy_(ids - torch.arange(c.draft_vocab_size))
-    return net
+    return randomised(Eagle3Net(c), seed)
 
 
 def scored_paths(tree: TokenTree) -> dict[tuple[int, ...], float]:

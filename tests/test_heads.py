@@ -18,25 +18,15 @@ from dartspec.types import Committed
 from reference import hydra as reference
 from reference.dflash import product_tree
 from reference.prefixes import row_weight
-from test_dart_net import HIDDEN, VOCAB, View
 from test_eagle3 import drawn, same, scored_paths
+from tiny_net import HIDDEN, LAYER, TARGET, VOCAB, View, randomised
 
 COMMON: dict[str, Any] = {
     "d": 3,
     "taps": (-1,),
     "hidden_size": HIDDEN,
     "draft_vocab_size": 37,
-    "vocab_size": VOCAB,
-    "target_hidden_size": HIDDEN,
-    "num_target_layers": 4,
-}
-LAYER: dict[str, Any] = {
-    "intermediate_size": 40,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
+    **TARGET,
 }
 
 
@@ -45,18 +35,11 @@ def medusa_config(**changes: Any) -> medusa.Config:
 
 
 def hydra_config(**changes: Any) -> hydra.Config:
-    return hydra.Config(**{**COMMON, **LAYER, "top_k": 3, **changes})
+    return hydra.Config(**{**LAYER, **COMMON, "top_k": 3, **changes})
 
 
 def random_net(kind: type[DraftNet], c: NetConfig, seed: int = 0) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    net = kind(c)
-    with torch.no_grad():
-        for p in net.parameters():
-            p.normal_(0.0, 0.3, generator=generator)
-        ids = torch.randperm(c.vocab_size, generator=generator)[: c.draft_vocab_size].sort().values
-        net.d2t.copy_(ids - torch.arange(c.draft_vocab_size))
-    return net
+    return randomised(kind(c), seed, vectors=0.0)
 
 
 def text(length: int, seed: int = 1) -> tuple[Tensor, Tensor]:

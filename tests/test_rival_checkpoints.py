@@ -26,9 +26,9 @@ from dartspec.types import Committed, Drafter, SamplingParams
 from reference import dflash as dflash_reference
 from reference import eagle3 as eagle3_reference
 from reference import hydra as hydra_reference
-from test_dart_net import HIDDEN as H
-from test_dart_net import VOCAB, View
 from test_eagle3 import same, scored_paths
+from tiny_net import HIDDEN as H
+from tiny_net import VOCAB, View
 
 DRAFT_VOCAB, LAYERS = 37, 9
 LAYER: dict[str, Any] = {

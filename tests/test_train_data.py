@@ -15,7 +15,7 @@ from dartspec.train.batch import Drawn, Sequences, draw_rows
 from dartspec.train.config import TrainConfig
 from dartspec.train.data import Example, choose_vocabulary, digest, loss_mask, read_examples, split_examples
 from dartspec.train.features import States
-from test_dart_net import HIDDEN, View
+from tiny_net import HIDDEN, View
 
 
 def write(path: Path, records: list[Any]) -> Path:

@@ -21,7 +21,8 @@ from dartspec.train.features import States
 from dartspec.train.loss import Teacher, acceptance, draft_loss
 from reference.dart_dense import dense_loss
 from reference.prefixes import carries
-from test_dart_net import HIDDEN, VOCAB, View, config, random_net, shared_rows
+from test_dart_net import config, random_net, shared_rows
+from tiny_net import HIDDEN, VOCAB, View
 
 GAMMA = 0.6
 
