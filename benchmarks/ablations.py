@@ -20,7 +20,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from dartspec.drafters._bigram import Bigram, Continuity
 from dartspec.drafters._checkpoint import DraftNet
 from dartspec.drafters._nn import head_rows
 from dartspec.drafters._train import Predicted
+from dartspec.files import write_json, written_aside
 from dartspec.lattice import MOST_CONTEXT, SearchConfig, build_tree
 from dartspec.ngram import NgramIndex
 from dartspec.ngram.live import LiveText
@@ -71,16 +72,6 @@ VARIANTS = [
     Variant(True, 0.6, "one_hot"),
     Variant(True, 1.0, "acceptance"),
 ]
-
-
-def write(path: Path, save: Callable[[Path], Any]) -> None:
-    aside = path.with_name(path.name + ".part")
-    save(aside)
-    os.replace(aside, path)
-
-
-def write_json(path: Path, value: object) -> None:
-    write(path, lambda aside: aside.write_text(json.dumps(value) + "\n", encoding="utf-8"))
 
 
 class _Shared:
@@ -178,7 +169,8 @@ class Seed:
             "tokens": self.tokens,
             "variants": [(n.state_dict(), o.state_dict()) for n, o in zip(self.nets, self.optimizers, strict=True)],
         }
-        write(self.folder / f"state{self.seed}.pt", lambda aside: torch.save(state, aside))
+        with written_aside(self.folder / f"state{self.seed}.pt") as aside:
+            torch.save(state, aside)
 
     def update(self) -> None:
         """One answer, one target forward, one step of every variant."""
@@ -299,7 +291,8 @@ def train_bigram(args: argparse.Namespace) -> None:
             print(number + 1, tokens, round(float(sums[0] / sums[1]), 4), flush=True)
             sums.zero_()
     state = {"rank": args.rank, "tokens": tokens, "weights": bigram.state_dict()}
-    write(args.run / "bigram.pt", lambda aside: torch.save(state, aside))
+    with written_aside(args.run / "bigram.pt") as aside:
+        torch.save(state, aside)
 
 
 class Guesses(NamedTuple):

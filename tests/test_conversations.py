@@ -228,7 +228,7 @@ def test_a_file_is_prepared_and_what_is_left_out_is_counted(tmp_path: Path) -> N
     }
     assert FileInfo.read(out) == info
     assert (info.tokenizer_fingerprint, info.template_hash) == (words.fingerprint, words.template_hash)
-    assert not list(tmp_path.glob("**/*.part"))
+    assert not list(tmp_path.glob("**/*.tmp"))
     longer = prepare([str(source)], words, tmp_path / "b.jsonl", limits=Limits(max_tokens=120, long="drop"))
     assert longer.dropped["longer than 120 tokens"] == 2
     with pytest.raises(DartspecError, match="would carry loss"):

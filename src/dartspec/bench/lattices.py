@@ -9,7 +9,6 @@ differ in the last place from those of a run in which several rows were read at 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
@@ -25,6 +24,7 @@ from dartspec.accounting import Metrics, loop_start
 from dartspec.bench.suites import Prompt
 from dartspec.engine import Request
 from dartspec.errors import DartspecError
+from dartspec.files import written_aside
 from dartspec.lattice import MOST_CONTEXT, SearchConfig, build_tree
 from dartspec.ngram.index import NgramIndex
 from dartspec.ngram.live import LiveText
@@ -90,9 +90,8 @@ class Capture:
             raise DartspecError("no answer has a position with a guess: allow more tokens, or give other prompts")
         tensors = {name: torch.cat([getattr(t, name) for t in some]) for name in ("log_probs", "tokens")}
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".part")
-        save_file(tensors, aside, metadata=head)
-        os.replace(aside, path)
+        with written_aside(path) as aside:
+            save_file(tensors, aside, metadata=head)
 
     @classmethod
     def load(cls, path: Path) -> Capture:

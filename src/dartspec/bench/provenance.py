@@ -17,6 +17,7 @@ import torch
 
 from dartspec import __version__
 from dartspec.errors import DartspecError
+from dartspec.files import written_aside
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 MEASURED_SUFFIXES = (".py", ".so", ".pyd", ".safetensors", ".ngram", ".json", ".jsonl")
@@ -72,9 +73,8 @@ def save_result(path: Path, result: dict[str, Any]) -> None:
 def write(path: Path, text: str) -> None:
     """A text file, written aside and renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".part")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+    with written_aside(path) as aside:
+        aside.write_text(text, encoding="utf-8")
 
 
 def layout(result: dict[str, Any]) -> str:

@@ -8,7 +8,6 @@ a journal beside the result; an interrupted run goes on behind the last whole li
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from dartspec.bench.measure import PLAIN, Method, measure
 from dartspec.bench.suites import Prompt
 from dartspec.engine import Request
 from dartspec.errors import DartspecError
+from dartspec.files import written_aside
 from dartspec.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -265,9 +265,8 @@ class Journal:
                 f"{made.header.get(differs[0])!r}; remove the file, or choose another --out"
             )
         if lines[-1]:
-            aside = path.with_suffix(".part")
-            aside.write_text("\n".join(whole) + "\n", encoding="utf-8")
-            os.replace(aside, path)
+            with written_aside(path) as aside:
+                aside.write_text("\n".join(whole) + "\n", encoding="utf-8")
         for line in whole[1:]:
             entry = json.loads(line)
             made.done[entry["key"]] = entry["records"]

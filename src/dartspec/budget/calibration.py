@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 
 from dartspec.budget.cost import rising
 from dartspec.errors import DartspecError
+from dartspec.files import write_json
 
 STEPS = (-8.0, -6.0, -4.5, -3.5, -2.75, -2.25, -1.8, -1.4, -1.1, -0.85, -0.65, -0.5, -0.35, -0.22, -0.12, -0.05)
 DEPTHS = 5  # depths 1, 2, 3, 4, and deeper
@@ -70,11 +70,8 @@ class Calibration:
 
     def save(self, folder: Path, method: str, **about: Any) -> None:
         """`calibration-METHOD.json` in a drafter's folder, written aside and renamed. about: where labels came from."""
-        path = folder / f"calibration-{method}.json"
-        aside = path.with_suffix(".tmp")
         rounded = {name: getattr(self, name).round(1).tolist() for name in ("hits", "trials")}
-        aside.write_text(json.dumps({"version": _VERSION, "steps": STEPS, **rounded, **about}, indent=1) + "\n")
-        os.replace(aside, path)
+        write_json(folder / f"calibration-{method}.json", {"version": _VERSION, "steps": STEPS, **rounded, **about})
 
     @classmethod
     def load(cls, folder: Path, method: str) -> Calibration:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dartspec.errors import DartspecError
+from dartspec.files import written_aside
 from dartspec.types import TargetView
 
 MOST_STEPS = 256  # positions guessed in one round; far above what can be guessed
@@ -179,15 +179,10 @@ def write_folder(folder: Path, tensors: Mapping[str, Tensor], config: str) -> No
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / "model.safetensors.tmp"
-    save_file(dict(tensors), aside, metadata={"format": "pt"})
-    mask = os.umask(0)
-    os.umask(mask)
-    aside.chmod(0o666 & ~mask)  # safetensors writes for the owner alone
-    os.replace(aside, folder / "model.safetensors")
-    aside = folder / "config.json.tmp"
-    aside.write_text(config, encoding="utf-8")
-    os.replace(aside, folder / "config.json")
+    with written_aside(folder / "model.safetensors") as aside:
+        save_file(dict(tensors), aside, metadata={"format": "pt"})
+    with written_aside(folder / "config.json") as aside:
+        aside.write_text(config, encoding="utf-8")
 
 
 class DraftNet(nn.Module):

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from dartspec.drafters._checkpoint import DraftNet
 from dartspec.errors import DartspecError
-from dartspec.train.files import write_json
+from dartspec.files import write_json
 from dartspec.train.watch import Record
 
 PATIENCE = 2  # measurements in a row without a gain above noise: M is flat

@@ -15,7 +15,7 @@ from typing import Any
 
 from dartspec.drafters._checkpoint import read_json
 from dartspec.errors import DartspecError
-from dartspec.train.files import written_aside
+from dartspec.files import written_aside
 from dartspec.train.watch import Record, read_log
 
 CARD, CURVES, EVAL = "README.md", "curves.png", "eval.json"

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from dartspec.accounting import loop_start
 from dartspec.errors import DartspecError
+from dartspec.files import written_aside
 from dartspec.text import Text
 from dartspec.train.data import Example, FileInfo, parse_example
-from dartspec.train.files import written_aside
 
 _ROLES = {  # ShareGPT's names, and what chat templates call them
     "human": "user",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from dartspec.accounting import loop_start
 from dartspec.errors import DartspecError
+from dartspec.files import write_json
 
 
 @dataclass(frozen=True)
@@ -185,10 +185,7 @@ class FileInfo:
 
     def write(self, data: Path) -> None:
         """Beside the data file, aside and renamed."""
-        path = self.path_of(data)
-        aside = path.with_name(path.name + ".part")
-        aside.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(aside, path)
+        write_json(self.path_of(data), asdict(self))
 
     @classmethod
     def read(cls, data: Path) -> FileInfo | None:

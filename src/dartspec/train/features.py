@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from dartspec.errors import DartspecError
+from dartspec.files import write_json, written_aside
 from dartspec.train.data import Example, digest
-from dartspec.train.files import write_json, written_aside
 
 SHARD_BYTES = 64 << 20  # of a shard, at least: what a kill may cost
 MOST_SHARDS = 512  # beyond them shards are larger, for each stays open

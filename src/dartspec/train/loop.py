@@ -26,13 +26,13 @@ from torch.utils._pytree import tree_map_only
 from dartspec.drafters._checkpoint import DraftNet
 from dartspec.drafters._nn import head_rows
 from dartspec.errors import DartspecError
+from dartspec.files import write_json, written_aside
 from dartspec.train.adapt import is_low_rank, plain_state
 from dartspec.train.batch import Drawn, Step, TrainBatch, draw_rows, num_valid
 from dartspec.train.config import RESUMABLE, TrainConfig
 from dartspec.train.data import Example, digest
 from dartspec.train.evaluate import Held, evaluate
 from dartspec.train.features import States
-from dartspec.train.files import write_json, written_aside
 from dartspec.train.parallel import Processes
 from dartspec.train.watch import Log, Record, Watch, lines
 from dartspec.types import TargetView

@@ -17,6 +17,7 @@ from dartspec.drafters._checkpoint import DraftNet, read_json
 from dartspec.drafters._nn import head_rows
 from dartspec.drafters._train import Start
 from dartspec.errors import DartspecError
+from dartspec.files import write_json
 from dartspec.target.target import FINAL, Target
 from dartspec.train.adapt import Adaptation, make_low_rank
 from dartspec.train.config import TrainConfig
@@ -31,7 +32,6 @@ from dartspec.train.data import (
 )
 from dartspec.train.evaluate import prepare_held_out
 from dartspec.train.features import CacheInfo, StateCache, States, cache_info, log_normaliser
-from dartspec.train.files import write_json
 from dartspec.train.layer import llama_layer, rope_theta
 from dartspec.train.loop import Trainer, drafter_folder, warm_start
 from dartspec.train.measure import committed_a_round, held_prompts

@@ -7,7 +7,6 @@ A record is JSON-ready and has a kind: "train" (every `log_every` updates), "eva
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dartspec.errors import DartspecError
+from dartspec.files import written_aside
 
 Record = dict[str, Any]
 Watch = Callable[[str, Record], None]
@@ -50,9 +50,8 @@ class Log:
         """Goes on at `step`: what an earlier process wrote of later ones, and did not save, is taken out."""
         self.path = folder / "log.jsonl"
         kept = [(kind, r) for kind, r in read_log(self.path) if r["step"] <= step and kind != "final"]
-        aside = self.path.with_suffix(".jsonl.tmp")
-        aside.write_text("".join(map(_line, *zip(*kept, strict=True))) if kept else "", encoding="utf-8")
-        os.replace(aside, self.path)
+        with written_aside(self.path) as aside:
+            aside.write_text("".join(map(_line, *zip(*kept, strict=True))) if kept else "", encoding="utf-8")
         self._events: Any = None
         if tensorboard:
             try:

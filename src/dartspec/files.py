@@ -12,13 +12,16 @@ from pathlib import Path
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
     """The path to write to; what was written takes the place of `path` at the end of the block, and survives a loss of
-    power from then on."""
+    power from then on. Others may read it where they may read what this process writes (safetensors is stricter)."""
     aside = path.with_name(path.name + ".tmp")
     try:
         yield aside
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+    mask = os.umask(0)
+    os.umask(mask)
+    aside.chmod(0o666 & ~mask)
     with aside.open("rb") as written:
         os.fsync(written.fileno())
     os.replace(aside, path)
