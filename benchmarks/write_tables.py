@@ -722,6 +722,60 @@ def ablations_inference(result: dict[str, Any]) -> str:
     return rows(["continuity", "nodes", "n-gram weight", "beam", "M", "above none, as many nodes"], body)
 
 
+def curve(result: dict[str, Any]) -> str:
+    """M by trained tokens, and the line through them further on."""
+    ahead = {(r["tokens"], r["nodes"]): r["M"] for r in result["ahead"]}
+    body = [
+        [f"{r['tokens'] / 1e6:.1f}", *(f"**{m:.2f}**" for m in r["M"].values())]
+        for r in sorted(result["rows"], key=lambda r: float(r["tokens"]))
+    ]
+    sizes = [int(n) for n in result["rows"][0]["M"]]
+    for tokens in sorted({t for t, _ in ahead}):
+        body.append([f"line, {tokens / 1e6:g}", *(_with_interval(ahead[tokens, n]).replace("**", "") for n in sizes)])
+    header = ["million tokens trained", *(f"M, {n} nodes" for n in sizes)]
+    return f"{result['prompts']} prompts, greedy, loops cut; one index, one search.\n\n" + rows(header, body)
+
+
+def curve_held_out(result: dict[str, Any]) -> str:
+    """Each stage's own held-out answers while it trained."""
+    header = ["stage", "updates", "million tokens", "hit@1, offsets 1 to 3", "hit@10, 1 to 3", "loss, 1 to 3", "chain"]
+    body = []
+    for stage, r in enumerate((r for r in result["rows"] if r["held_out"]), 1):
+        for e in r["held_out"]:
+            hits = [" ".join(f"{x:.3f}" for x in e[k][:3]) for k in ("hit1", "hit10")]
+            loss = " ".join(f"{x:.2f}" for x in e["loss"][:3])
+            body.append([str(stage), f"{e['step']:,}", f"{e['tokens'] / 1e6:.2f}", *hits, loss, f"{e['chain']:.2f}"])
+    return rows(header, body)
+
+
+def on_policy(result: dict[str, Any]) -> str:
+    """M of drafters on data with a share of the target's own answers."""
+    body = []
+    for r in result["rows"]:
+        whole = r["eval"]["sets"][-1]
+        columns = [(t, n) for t, by in whole["M"].items() for n in by]
+        cells = [_with_interval(whole["M"][t][n]) for t, n in columns]
+        hits = [" ".join(f"{100 * x:.0f}" for x in whole[k][:3]) for k in ("hit1", "hit10")]
+        body.append([f"{100 * r['share']:g} %", *cells, *hits])
+    header = ["own answers", *(f"M, T = {t}, {n} nodes" for t, n in columns), "hit@1, 1 to 3, %", "hit@10, 1 to 3, %"]
+    facts = (
+        f"{result['prompts']:,} prompts, given answers by {result['given_by']}, {result['tokens']:,} tokens trained."
+    )
+    return f"{facts}\n\n{rows(header, body)}"
+
+
+def search(result: dict[str, Any]) -> str:
+    """`bench replay` of one tree search against others."""
+    first = result["rows"][0]["settings"]
+    sizes = list(dict.fromkeys(r["nodes"] for r in result["rows"]))
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for r in result["rows"]:
+        changed = ", ".join(f"`{k}={v}`" for k, v in r["settings"].items() if v != first[k]) or "default"
+        groups.setdefault(changed, []).append(r)
+    body = [[name, *(f"{r['M']:.2f}" for r in own), interval(own[-1]["against_first"])] for name, own in groups.items()]
+    return rows(["search", *(f"M, {n} nodes" for n in sizes), f"against the first, {sizes[-1]} nodes"], body)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "table-t0": speed,
     "table-t08": speed,
@@ -761,6 +815,10 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "ablations-inference": ablations_inference,
     "domain-busy-0": load_table,
     "domain-busy-2": load_table,
+    "curve": curve,
+    "curve-held-out": curve_held_out,
+    "on-policy": on_policy,
+    "search": search,
 }
 PAGES = (
     (ROOT / "README.md", "docs/results"),
@@ -775,10 +833,13 @@ PAGES = (
     (ROOT / "docs" / "reliability.md", "results"),
     (ROOT / "docs" / "objective.md", "results"),
     (ROOT / "docs" / "ablations.md", "results"),
+    (ROOT / "docs" / "training.md", "results"),
+    (ROOT / "docs" / "training-data.md", "results"),
 )
 FROM = {
     "worth": "table-t0",
     "shares": "paper-t0",
+    "curve-held-out": "curve",
     **{f"objective-{part}": "objective" for part in ("forms", "memory", "continuity")},
     **{f"ablations-{part}": "ablations" for part in ("training", "inference")},
 }  # tables of another table's result
