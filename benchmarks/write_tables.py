@@ -818,7 +818,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "curve": curve,
     "curve-held-out": curve_held_out,
     "on-policy": on_policy,
-    "search": search,
+    "search-t0": search,
+    "search-t1": search,
 }
 PAGES = (
     (ROOT / "README.md", "docs/results"),
