@@ -17,6 +17,12 @@ RESAMPLES = 4000
 LEVEL = 0.95
 
 
+def shown(estimate: Sequence[float], unit: str = "") -> str:
+    """A figure with its interval, where there is one: one unit has none."""
+    value, low, high = estimate
+    return f"{value:.2f}{unit}" + (f" [{low:.2f}, {high:.2f}]" if low < high else "")
+
+
 class Estimate(NamedTuple):
     """A figure and its interval: percentiles of the bootstrap. With one unit the interval is the figure itself."""
 
@@ -25,7 +31,7 @@ class Estimate(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        return shown(self)
 
     def rounded(self, digits: int = 4) -> list[float]:
         """For JSON."""

@@ -66,7 +66,8 @@ def answer(
     keys = ("suite", "temperature", "batch", "threads")
     plain = next(r for r in result["rows"] if r["method"] == "plain" and all(r[k] == row[k] for k in keys))
     verdict = "yes" if s[1] > 1 else "no" if s[2] < 1 else "unclear"
-    times = f"{s[0]:.2f} times as fast as plain decoding, interval [{s[1]:.2f}, {s[2]:.2f}]"
+    times = f"{s[0]:.2f} times as fast as plain decoding"
+    times += f", interval [{s[1]:.2f}, {s[2]:.2f}]" if s[1] < s[2] else ""
     uncut = row["uncut"]["speed_up"][0]
     sentences = [
         {

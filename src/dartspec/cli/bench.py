@@ -405,6 +405,7 @@ def endpoint(
 
     from dartspec.bench.endpoint import Server, measure
     from dartspec.bench.provenance import provenance, save_result
+    from dartspec.bench.stats import shown
     from dartspec.bench.suites import load_suites
 
     term = Terminal(json=json, no_color=no_color)
@@ -433,7 +434,7 @@ def endpoint(
             r["server"],
             r["model"],
             f"{r['first_ms']['p50']:.0f}",
-            f"{per[0]:.2f} [{per[1]:.2f}, {per[2]:.2f}]" if per else "",
+            shown(per) if per else "",
             f"{r['per_token_percentiles_ms'].get('p99', 0):.2f}",
             f"{r['A']:.2f}" if "A" in r else "",
             _interval(e["speed_up"]) if "speed_up" in e else "",
@@ -995,8 +996,9 @@ def _load_table(result: dict[str, Any], term: Terminal) -> None:
 
 
 def _interval(e: list[float]) -> str:
-    """One prompt has no interval."""
-    return f"{e[0]:.2f}x [{e[1]:.2f}, {e[2]:.2f}]" if e[1] < e[2] else f"{e[0]:.2f}x"
+    from dartspec.bench.stats import shown
+
+    return shown(e, "x")
 
 
 def _last_line(result: dict[str, Any]) -> None:

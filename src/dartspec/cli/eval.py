@@ -258,6 +258,8 @@ def write_acceptance(folder: Path, by_size: Mapping[str, Sequence[float]]) -> No
 
 
 def _table(rows: Sequence[Mapping[str, Any]], asked: Asked) -> Table:
+    from dartspec.bench.stats import shown
+
     table = Table(box=None)
     table.add_column("set")
     heads = [(label(t), str(n)) for t in asked.temperatures for n in asked.nodes]
@@ -269,7 +271,7 @@ def _table(rows: Sequence[Mapping[str, Any]], asked: Asked) -> Table:
         cells = []
         for temperature, nodes in heads:
             m = row["M"].get(temperature, {}).get(nodes)
-            cells.append("-" if m is None else f"{m[0]:.2f} [{m[1]:.2f}, {m[2]:.2f}]")
+            cells.append("-" if m is None else shown(m))
         chain = "-" if row["chain"] is None else f"{row['chain']:.2f}"
         hits = [" ".join(f"{x:.2f}" for x in (row[k] or [])[:SHOWN_OFFSETS]) or "-" for k in ("hit1", "hit10")]
         table.add_row(printable(row["set"]), *cells, chain, *hits)
