@@ -6,7 +6,7 @@ For every method nine settings are tried: three tree sizes times three values of
 All settings of a method answer a prompt in turn before the next prompt, in one process; each is warmed up before. The
 best is the one with the most tokens a second; M stands beside it, which no load of the machine can change. The prompts
 are the last of each set, which the other tables do not use. `--folders` has a trained drafter a method
-(`NAME/latest`); the drafters without weights need none. Each method's rows are kept as they are measured: the same
+(`NAME/latest`, or `NAME-WORD/latest` for another one of the same method); the drafters without weights need none. Each method's rows are kept as they are measured: the same
 command goes on behind them.
 """
 
@@ -81,7 +81,7 @@ def main() -> None:
             continue
         folder = a.folders / method / "latest"
         base = str(folder) if (folder / "config.json").exists() else method
-        key, values = AXES[method]
+        key, values = AXES[method.partition("-")[0]]
         specs = {f"{key}={v}@{n}": (f"{base},{key}={v}", n) for v in values for n in SIZES}
         rows = [
             {
@@ -109,7 +109,7 @@ def main() -> None:
         a.out,
         {
             **{k: v for k, v in asked.items() if k != "model"},
-            "axes": {m: list(AXES[m]) for m in kept["methods"]},
+            "axes": {m: list(AXES[m.partition("-")[0]]) for m in kept["methods"]},
             "sizes": list(SIZES),
             "machine_load": round(os.getloadavg()[0], 1),
             "methods": methods,
