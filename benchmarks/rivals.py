@@ -17,13 +17,15 @@ from typing import Any
 
 from dartspec.bench.provenance import provenance, save_result
 from dartspec.errors import DartspecError
+from dartspec.train.config import TrainConfig
 
 OWN = ("method", "options", "d", "gamma", "num_first", "num_anchors", "eval_every", "out", "cache", "cache_taps")
 
 
 def run_of(folder: Path) -> dict[str, Any]:
     """Settings, curve and size of one training run."""
-    settings = json.loads((folder / "train.json").read_text())
+    defaults = TrainConfig(target="x", data=("x",), out="x").to_dict()  # a run may be older than a setting
+    settings = defaults | json.loads((folder / "train.json").read_text())
     records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     curve = [r["eval"] for r in records if "eval" in r]
     config = json.loads((folder / "latest" / "config.json").read_text())

@@ -6,8 +6,8 @@ For every method nine settings are tried: three tree sizes times three values of
 All settings of a method answer a prompt in turn before the next prompt, in one process; each is warmed up before. The
 best is the one with the most tokens a second; M stands beside it, which no load of the machine can change. The prompts
 are the last of each set, which the other tables do not use. `--folders` has a trained drafter a method
-(`NAME/latest`, or `NAME-WORD/latest` for another one of the same method); the drafters without weights need none. Each method's rows are kept as they are measured: the same
-command goes on behind them.
+(`NAME/latest`, or `NAME-WORD/latest` for another one of the same method); the drafters without weights need none.
+Each method's rows are kept as they are measured: the same command goes on behind them.
 """
 
 from __future__ import annotations
