@@ -174,7 +174,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """S = M * T_AR / T_round with its terms, and the bound M * T_AR / T_V that no drafter can pass."""
+    """S = M * T_AR / T_round with its terms, and the bound M * T_AR / T_V that no drafter with this M can pass."""
 
     M: float
     plain_ms: float  # T_AR, a plain step
