@@ -22,6 +22,7 @@ from dartspec.bench.lattices import recorded, replay
 from dartspec.bench.provenance import provenance, save_result
 from dartspec.bench.suites import load_suites
 from dartspec.drafters._checkpoint import read_json
+from dartspec.errors import DartspecError
 from dartspec.lattice import SearchConfig
 from dartspec.ngram import NgramIndex
 from dartspec.train.watch import read_log
@@ -36,6 +37,8 @@ def trained_tokens(folder: Path) -> int:
     """Of the drafter and of those that it was started from."""
     found, at = 0, read_json(folder / "config.json")["provenance"]
     while at:
+        if "trained_tokens" not in at:
+            raise DartspecError(f"{folder}: how many tokens it was trained on is not known; give drafters trained here")
         found, at = found + int(at["trained_tokens"]), at.get("init")
     return found
 

@@ -1,7 +1,7 @@
 """What the target's own answers are worth: drafters on given answers, on its own, and on mixtures, as many tokens each.
 
-    python benchmarks/on_policy.py conversations.jsonl --model MODEL_FOLDER --tokens 1000000 --work runs/on-policy \
-        --out docs/results/on-policy.json
+    python benchmarks/on_policy.py conversations.jsonl --given-by NAME --model MODEL_FOLDER --tokens 1000000 \
+        --work runs/on-policy --out docs/results/on-policy.json
 
 The same conversations are prepared as they are and asked anew (`dartspec data prepare`, `regenerate`). For each share a
 drafter is trained for the same number of tokens on data in which so many of the conversations have the target's own
@@ -57,6 +57,11 @@ def main() -> None:
     a.work.mkdir(parents=True, exist_ok=True)
     common = ["--model", a.model]
     asked, own = a.work / "asked.jsonl", a.work / "own.jsonl"
+    begun = {"conversations": [Path(c).name for c in a.conversations], "model": a.model}
+    begun |= {"max_tokens": a.max_tokens, "max_answer": a.max_answer}
+    if (a.work / "begun.json").exists() and json.loads((a.work / "begun.json").read_text()) != begun:
+        raise SystemExit(f"{a.work} was begun with other conversations, model or lengths: give another --work")
+    write_json(a.work / "begun.json", begun)
     if not asked.exists():
         names = (ask.id for ask in read_asks(a.conversations))
         records = (record for source in a.conversations for _, record in read_records(source))
@@ -90,6 +95,7 @@ def main() -> None:
             "max_tokens": a.max_tokens,
             "threads": a.threads,
             "eval_every": 10**9,
+            "m_every": 0,  # the best by its own held-out kind would treat the shares unlike
         }
         write_json(folder / "train.json", config)
         drafter = dartspec("train", "--config", str(folder / "train.json"))["drafter"]

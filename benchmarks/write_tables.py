@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dartspec.lattice import SearchConfig
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 
@@ -740,7 +742,7 @@ def curve_held_out(result: dict[str, Any]) -> str:
     """Each stage's own held-out answers while it trained."""
     header = ["stage", "updates", "million tokens", "hit@1, offsets 1 to 3", "hit@10, 1 to 3", "loss, 1 to 3", "chain"]
     body = []
-    for stage, r in enumerate((r for r in result["rows"] if r["held_out"]), 1):
+    for stage, r in enumerate(sorted(result["rows"], key=lambda r: float(r["tokens"])), 1):
         for e in r["held_out"]:
             hits = [" ".join(f"{x:.3f}" for x in e[k][:3]) for k in ("hit1", "hit10")]
             loss = " ".join(f"{x:.2f}" for x in e["loss"][:3])
@@ -766,11 +768,10 @@ def on_policy(result: dict[str, Any]) -> str:
 
 def search(result: dict[str, Any]) -> str:
     """`bench replay` of one tree search against others."""
-    first = result["rows"][0]["settings"]
     sizes = list(dict.fromkeys(r["nodes"] for r in result["rows"]))
     groups: dict[str, list[dict[str, Any]]] = {}
     for r in result["rows"]:
-        changed = ", ".join(f"`{k}={v}`" for k, v in r["settings"].items() if v != first[k]) or "default"
+        changed = ", ".join(f"`{k}={v}`" for k, v in SearchConfig(**r["settings"]).changes().items()) or "default"
         groups.setdefault(changed, []).append(r)
     body = [[name, *(f"{r['M']:.2f}" for r in own), interval(own[-1]["against_first"])] for name, own in groups.items()]
     return rows(["search", *(f"M, {n} nodes" for n in sizes), f"against the first, {sizes[-1]} nodes"], body)

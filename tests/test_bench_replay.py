@@ -341,6 +341,17 @@ def test_the_verbs_capture_and_replay(tmp_path: Path, index: Path) -> None:
     own = run("replay", str(out), "--nodes", "4", "--out", str(written))  # as the drafter itself would search
     assert own.exit_code == 0, own.stderr
     assert json.loads(written.read_text())["rows"][0]["settings"]["running_text"] is True
+    config = json.loads((folder / "config.json").read_text())
+    other = tmp_path / "other"  # a method that records M, and has no search
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"method": "dflash"}))
+    kept = run("replay", str(out), "--nodes", "4", "--record", str(other))
+    assert kept.exit_code == 2
+    assert "dflash keeps no search" in kept.stderr
+    (folder / "config.json").write_text(json.dumps(config | {"search": {}}))
+    assert run("capture", *args, "--out", str(out)).exit_code == 0
+    assert run("replay", str(out), "--nodes", "4", "--record", str(other)).exit_code == 0
+    assert set(json.loads((other / "config.json").read_text())) == {"method", "acceptance"}
     for bad, said in (
         (("--search", "colour=1"), "the search has no 'colour'"),
         (("--search", "beam=wide"), "search is 'beam=wide'"),

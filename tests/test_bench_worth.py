@@ -56,6 +56,7 @@ def test_training_is_repaid_by_what_it_gives_beyond_what_is_free() -> None:
         *result()["rows"],
         row("all", "prompt_lookup,max_ngram=2@8", [1.25, 1.2, 1.3]),
         row("all", "d+prompt_lookup@8", [1.9, 1.8, 2.0]),
+        row("all", "prompt_lookup+suffix@8", [1.1, 1.0, 1.2]),
     ]
     found = answer({"kind": "run", "rows": rows}, spent_hours=2)
     assert found["free"] == ["prompt_lookup,max_ngram=2@8", 1.25]

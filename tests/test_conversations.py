@@ -174,7 +174,9 @@ def test_forms_with_more_in_them() -> None:
     assert c.messages[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
     alpaca = {"instruction": "on", "input": "the thing", "output": "it", "system": "s", "history": [["a", "b"]]}
     assert [m["content"] for m in conversation_of(alpaca).messages] == ["s", "a", "b", "on\n\nthe thing", "it"]
-    assert conversation_of({"text": "words"}).text == "words"
+    assert conversation_of({"text": "words", "question": "of the page"}).text == "words"
+    assert conversation_of({"prompt": "on?"}).messages == TURNS[1:2]
+    assert len(conversation_of({"prompt": "on?", "turns": ["one", "two"]}).messages) == 2
 
 
 @pytest.mark.parametrize(
@@ -252,6 +254,9 @@ def test_what_cannot_be_prepared_leaves_no_file_and_no_source_is_lost(tmp_path: 
         source.write_bytes(raw)
         with pytest.raises(DartspecError, match=said):
             prepare([str(source)], text(), tmp_path / "out.jsonl")
+    (tmp_path / "x" / "part.parquet").write_bytes(b"text")
+    with pytest.raises(DartspecError, match="is one file of a data set: give its folder"):
+        prepare([str(tmp_path / "x" / "part.parquet")], text(), tmp_path / "out.jsonl")
     source.write_text(json.dumps(FORMS[0]) + "\n")
     before = source.read_bytes()
     with pytest.raises(DartspecError, match="is read as well, so it would be lost"):

@@ -94,6 +94,13 @@ def test_a_file_begun_otherwise_is_not_gone_on_with(tmp_path: Path) -> None:
     run(tmp_path / "a.jsonl", PROMPTS[:2])
     with pytest.raises(DartspecError, match=r"begun with template arguments \{\}, this run has \{'x': 1\}"):
         run(tmp_path / "a.jsonl", arguments={"x": 1})
+    path = FileInfo.path_of(tmp_path / "a.jsonl")
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "answering"}))
+    run(tmp_path / "a.jsonl", PROMPTS[:3], temperatures=(1.0,))  # an older file does not say: it is gone on with
+    assert json.loads(path.read_text())["answering"] == {}
+    path.unlink()
+    (tmp_path / "a.jsonl").unlink()
+    run(tmp_path / "a.jsonl", PROMPTS[:2])
     with pytest.raises(DartspecError, match=r"begun with temperatures and length \{'temperatures': \[0.0, 0.7\]"):
         run(tmp_path / "a.jsonl", temperatures=(1.0,))
 

@@ -123,7 +123,7 @@ def test_a_lattice_search_takes_its_numbers(tmp_path: Path) -> None:
     assert over.search == SearchConfig(logit_decay=0.6, beam=3)
     assert over.text is None
     for bad, said in (
-        ({"colour": 1}, r"search is \['colour'\]"),
+        ({"colour": 1}, "search has no 'colour'; there are: top_k"),
         ([1], r"search is \[1\]"),
         ({"beam": 0}, "beam is 0"),
     ):
@@ -182,8 +182,11 @@ def test_bench_takes_the_same_text() -> None:
         Method.parse("dart@8,d")
     (united,) = Method.parse("dart,d=4+prompt_lookup,length=6@8,index=none")
     assert (united.drafter, united.nodes, united.index) == ("dart,d=4+prompt_lookup,length=6", 8, None)
-    with pytest.raises(DartspecError, match="two numbers of nodes"):
-        Method.parse("dart@8,d=4@16")
+    for twice in ("dart@8,d=4@16", "dart@8@16"):
+        with pytest.raises(DartspecError, match="two numbers of nodes"):
+            Method.parse(twice)
+    assert Method.parse("dart@8,index=a@b.ngram")[0] == Method("dart", 8, "a@b.ngram")
+    assert Method.parse("runs/x@y/latest@4")[0] == Method("runs/x@y/latest", 4)
 
 
 def test_every_setting_can_be_written_as_text() -> None:

@@ -432,6 +432,9 @@ def test_the_vocabulary_may_be_counted_in_more_answers(
     assert set(range(70, 79)) <= set(both.net.target_ids().tolist())
     assert both.net.config.provenance["vocabulary_data"] == ["earlier.jsonl"]
     assert "vocabulary_data" not in own.net.config.provenance
+    own.save(tmp_path / "run0")
+    with pytest.raises(DartspecError, match="trained with another draft vocabulary"):
+        train(replace(config, out=str(tmp_path / "run0"), vocabulary_data=(str(earlier),)), target(), report=quiet)
 
 
 def test_the_schedule_warms_up_and_ends_low(config: TrainConfig) -> None:

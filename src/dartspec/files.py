@@ -14,17 +14,18 @@ def written_aside(path: Path) -> Iterator[Path]:
     """The path to write to; what was written takes the place of `path` at the end of the block, and survives a loss of
     power from then on. Others may read it where they may read what this process writes (safetensors is stricter)."""
     aside = path.with_name(path.name + ".tmp")
+    aside.unlink(missing_ok=True)
+    aside.touch()
+    mode = aside.stat().st_mode
     try:
         yield aside
+        aside.chmod(mode)
+        with aside.open("rb") as written:
+            os.fsync(written.fileno())
+        os.replace(aside, path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
-    mask = os.umask(0)
-    os.umask(mask)
-    aside.chmod(0o666 & ~mask)
-    with aside.open("rb") as written:
-        os.fsync(written.fileno())
-    os.replace(aside, path)
 
 
 def write_json(path: Path, value: object) -> None:

@@ -73,7 +73,12 @@ class Capture:
     @property
     def search(self) -> SearchConfig:
         """The drafter's own."""
-        return SearchConfig(**self.facts.get("search", {}))
+        try:
+            return SearchConfig(**self.facts.get("search", {}))
+        except TypeError:
+            raise DartspecError(
+                "the capture's search has numbers that this version does not know: record it again"
+            ) from None
 
     def save(self, path: Path) -> None:
         """One safetensors file, written aside and renamed."""

@@ -6,7 +6,6 @@ The text before the first loop is counted apart (`cut`), the whole text beside i
 from __future__ import annotations
 
 import hashlib
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,11 +43,14 @@ class Method:
     def parse(cls, text: str, sizes: Sequence[int | str] = ("auto",)) -> list[Method]:
         """`NAME[,SETTING=VALUE...][@NODES][,index=FILE|none]`, NODES at the end of any part; one method for each of
         `sizes` where it is not given. The drafter knows its settings."""
-        bare, *found = re.split(r"@([^,/@]*)(?=,|$)", text)
-        if len(found) > 2:
-            raise DartspecError(f"method {text!r} has two numbers of nodes; expected NAME[@NODES], such as dart@8")
-        own, bare = (found[0], bare + found[1]) if found else ("", bare)
-        name, *options = bare.split(",")
+        parts, own = text.split(","), ""
+        for i, part in enumerate(parts):
+            before, at, size = part.rpartition("@")
+            if at and "/" not in size and not part.startswith("index="):
+                if own or "@" in before.rpartition("/")[2]:
+                    raise DartspecError(f"method {text!r} has two numbers of nodes; expected one, such as dart@8")
+                parts[i], own = before, size
+        name, *options = parts
         index: str | None = "auto"
         for option in options:
             key, _, value = option.partition("=")

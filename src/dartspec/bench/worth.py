@@ -9,7 +9,11 @@ from typing import Any
 
 from dartspec.errors import DartspecError
 
-FREE = ("prompt_lookup", "suffix", "lookahead")  # methods that need no training
+FREE = (
+    "prompt_lookup",
+    "suffix",
+    "lookahead",
+)  # need no training; a result names methods, and may be another machine's
 
 
 def best_row(result: Mapping[str, Any], method: str | None = None) -> Mapping[str, Any]:
@@ -137,8 +141,13 @@ def _extremes(
 
 
 def _best_free(rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The fastest method that needs no training, measured in the same cell as the row of one that did."""
+    """The fastest method that needs no training, measured in the same cell as the row of one that does."""
+    if _is_free(row["method"]):
+        return None
     keys = ("suite", "temperature", "batch", "threads")
     same = [r for r in rows if "speed_up" in r and all(r[k] == row[k] for k in keys) and r["method"] != row["method"]]
-    free = [r for r in same if re.split("[,@]", r["method"])[0] in FREE and "+" not in r["method"]]
-    return max(free, key=lambda r: float(r["speed_up"][0]), default=None)
+    return max((r for r in same if _is_free(r["method"])), key=lambda r: float(r["speed_up"][0]), default=None)
+
+
+def _is_free(method: str) -> bool:
+    return all(re.split("[,@]", part)[0] in FREE for part in method.split("+"))

@@ -703,6 +703,7 @@ def replay(
     from dartspec.bench.lattices import replay as replayed
     from dartspec.bench.provenance import provenance, save_result
     from dartspec.bench.stats import rate_ratio
+    from dartspec.drafters._checkpoint import read_json
     from dartspec.lattice import SearchConfig
     from dartspec.ngram import NgramIndex
 
@@ -721,6 +722,13 @@ def replay(
         " ".join([preset, *(f"{k}={v}" for k, v in changes.items())]): SearchConfig(**{**base, **changes})
         for changes in grid
     }
+    recorded = None if record is None else read_json(record / "config.json")
+    if recorded is not None and "method" not in recorded:
+        raise DartspecError(f"{record} holds another program's drafter: convert it first (`dartspec convert`)")
+    changes = next(iter(searches.values())).changes()
+    keeps = recorded is not None and "search" in _fields_of(recorded["method"])
+    if recorded is not None and changes and not keeps:
+        raise DartspecError(f"{record}: {recorded['method']} keeps no search; leave out --search and --preset")
     sizes = [n for n in _sizes(nodes) if isinstance(n, int)]
     if not sizes:
         raise DartspecError(f"nodes is {nodes!r}; replay needs fixed sizes, such as 8,16")
@@ -745,13 +753,23 @@ def replay(
     result = {"kind": "replay", "capture": data.facts, "rows": rows, "chain": chain, "provenance": provenance()}
     if out is not None:
         save_result(out, result)
-    if record is not None:
-        config = json_module.loads((record / "config.json").read_text(encoding="utf-8"))
-        config["search"] = SearchConfig(**rows[0]["settings"]).changes()
+    if recorded is not None and record is not None:
+        config = dict(recorded)
+        if keeps:
+            config["search"] = changes
         config["acceptance"] = {"0": 1.0} | {str(r["nodes"]): round(r["M"], 3) for r in rows[: len(sizes)]}
         save_result(record / "config.json", config)
     brief = ("index", "search", "horizon", "nodes", "A", "M", "uncut_M", "against_first")
     _last_line({"texts": len(data.texts), "chain": chain, "rows": [{k: r[k] for k in brief if k in r} for r in rows]})
+
+
+def _fields_of(method: str) -> set[str]:
+    """What a drafter of this method says in its config.json."""
+    from dataclasses import fields
+
+    from dartspec import drafters
+
+    return {f.name for f in fields(drafters.get(method).Config)}
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:

@@ -106,9 +106,10 @@ class Config(LayerConfig):
         """The tree search with its own numbers, and `changes` to them."""
         from dartspec.lattice import SearchConfig
 
-        if not isinstance(self.search, dict) or (unknown := set(self.search) - {f.name for f in fields(SearchConfig)}):
-            found = self.search if not isinstance(self.search, dict) else sorted(unknown)
-            self.refuse_unless(False, f"search is {found!r}; must map fields of the tree search to their values")
+        known = [f.name for f in fields(SearchConfig)]
+        self.refuse_unless(isinstance(self.search, dict), f"search is {self.search!r}; must be an object")
+        unknown = next((name for name in self.search if name not in known), None)
+        self.refuse_unless(unknown is None, f"search has no {unknown!r}; there are: {', '.join(known)}")
         return SearchConfig(**{**self.search, **changes})
 
     @property
@@ -397,7 +398,7 @@ class DartDrafter:
             `search.learned_weight` is 1.
     search: the numbers of the tree search; default: those of its config.
     text:   the n-grams of the text at hand beside those of the index, or None; set by `search.running_text`, and may
-            be set at any time.
+            be set at any time; another `search` later leaves it as it is.
     search_ms: milliseconds spent in the tree search so far; the engine shows it as a stage of its own.
     """
 

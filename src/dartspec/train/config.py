@@ -53,7 +53,9 @@ class TrainConfig:
     cache_taps: tuple[int, ...] = key((), "hidden states that the cache keeps besides the last; empty: the taps")
     d: int = key(8, "positions that are predicted", least=2)
     draft_vocab_size: int = key(12288, "ids that the drafter may propose, the most frequent ones", least=2)
-    vocabulary_data: tuple[str, ...] = key((), "more answers that these are counted in, of earlier stages for instance")
+    vocabulary_data: tuple[str, ...] = key(
+        (), "more answers that these are counted in, those of earlier stages for instance"
+    )
     intermediate_size: int = key(0, "width of the drafter's MLP; 0: the target's", least=0)
     gamma: float = key(0.6, "weight gamma^(t-1) of offset t", above=0, most=1)
     max_tokens: int = key(2048, "tokens a sequence; longer ones are cut", least=4)
@@ -270,6 +272,7 @@ RESUMABLE = frozenset(
         "target_name",
         "revision",
         "data",
+        "vocabulary_data",
         "device",
         "parallel",
     }

@@ -71,17 +71,17 @@ def conversation_of(record: Any) -> Conversation:
     for asked, answered in _PAIRS:
         if isinstance(record.get(asked), str) and isinstance(record.get(answered), str):
             return Conversation([_said("user", record[asked]), _said("assistant", record[answered])], tools or None)
-    for asked, _ in _PAIRS:
-        if isinstance(record.get(asked), str):  # a prompt that nobody has answered
-            return Conversation([_said("user", record[asked])], tools or None)
     if isinstance(turns := record.get("turns"), list) and all(isinstance(t, str) for t in turns):
         return Conversation([_said("user", t) for t in turns], tools or None)
     if isinstance(record.get("text"), str):
         return Conversation([], None, record["text"])
+    for asked, _ in _PAIRS:
+        if isinstance(record.get(asked), str):  # a prompt that nobody has answered
+            return Conversation([_said("user", record[asked])], tools or None)
     keys = ", ".join(sorted(map(str, record))[:8])
     raise DartspecError(
         f"a record has the keys {keys}; known forms have messages, conversations, instruction and output, prompt and "
-        "response, or text"
+        "response, turns, text, or a prompt alone"
     )
 
 

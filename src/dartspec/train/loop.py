@@ -306,9 +306,14 @@ class Trainer:
         ):
             if found and here and found != here:
                 raise DartspecError(
-                    f"{path}: trained {what} ({found}, now {here}); give another output folder, and init_from to "
+                    f"{path}: trained {what} ({found}, now {here}); give another output folder, and --init-from to "
                     "start from what this one learned"
                 )
+        if not torch.equal(state["net"]["d2t"].cpu(), self.net.d2t.cpu()):
+            raise DartspecError(
+                f"{path}: trained with another draft vocabulary; give another output folder, and --init-from to start "
+                "from what this one learned"
+            )
         if state["step"] > self.config.steps:
             raise DartspecError(f"{path} is at update {state['step']}, beyond steps = {self.config.steps}: raise steps")
         place = self.processes.place

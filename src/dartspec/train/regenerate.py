@@ -196,6 +196,8 @@ def regenerate(
     if before is not None:
         _same(out, before, text, given, answering)
     done = done_ids(out)
+    if before is not None and done and not before.answering:
+        answering = {}  # older files do not say how they were answered, and a mixture has no one answer
     counts, dropped = Counter(before.counts if before else {}), Counter[str]()
     names, requests = [], []
     too_long = f"a prompt longer than {max_prompt} tokens"
@@ -278,9 +280,13 @@ def regenerate(
 
 
 def _same(out: Path, before: FileInfo, text: Text, arguments: Mapping[str, Any], answering: Mapping[str, Any]) -> None:
-    was = (before.tokenizer_fingerprint, before.template_hash, before.template_arguments, before.answering)
-    now = (text.fingerprint, text.template_hash, dict(arguments), dict(answering))
-    names = ("tokenizer", "chat template", "template arguments", "temperatures and length")
-    for name, a, b in zip(names, was, now, strict=True):
-        if a != b and (a or name != names[-1]):  # older files do not say how they were answered
+    pairs: list[tuple[str, Any, Any]] = [
+        ("tokenizer", before.tokenizer_fingerprint, text.fingerprint),
+        ("chat template", before.template_hash, text.template_hash),
+        ("template arguments", before.template_arguments, dict(arguments)),
+    ]
+    if before.answering:
+        pairs.append(("temperatures and length", before.answering, dict(answering)))
+    for name, a, b in pairs:
+        if a != b:
             raise DartspecError(f"{out} was begun with {name} {a}, this run has {b}: give another --out")

@@ -143,7 +143,7 @@ class Plan(NamedTuple):
         return [
             f"{self.num_train} answers to train on, {self.num_held_out} held out; {self.answer_tokens:,} answer "
             f"tokens, {self.all_tokens:,} with prompts",
-            f"the draft vocabulary covers {self.coverage:.2%} of the answers' tokens",
+            f"the draft vocabulary covers {self.coverage:.2%} of the tokens of the answers that it was counted in",
             f"{self.steps} updates are {self.epochs:.1f} passes over the data",
             f"cached states would take {self.cache.num_bytes / 1e9:.2f} GB",
         ]
@@ -333,7 +333,7 @@ def _measure(
 _NOT_INPUTS = frozenset(
     ["out", "cache", "threads", "save_every_s", "log_every", "eval_every", "tensorboard", "device", "parallel"]
 )
-_SEEN_BY_CONTENT = frozenset(("target", "revision", "data", "init"))  # where it lies does not matter
+_SEEN_BY_CONTENT = frozenset(("target", "revision", "data", "vocabulary_data", "init"))  # where it lies does not matter
 
 
 def inputs(config: TrainConfig, ready: Prepared, target: Target) -> str:
