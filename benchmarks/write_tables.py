@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dartspec.bench.stats import with_interval
 from dartspec.lattice import SearchConfig
 
 ROOT = Path(__file__).parent.parent
@@ -57,8 +58,9 @@ def provenance(result: dict[str, Any], name: str) -> str:
 
 
 def interval(e: list[float], *, bold: bool = False, unit: str = "x") -> str:
-    value = f"**{e[0]:.2f}{unit}**" if bold else f"{e[0]:.2f}{unit}"
-    return value + (f" [{e[1]:.2f}, {e[2]:.2f}]" if len(e) > 1 and e[1] < e[2] else "")
+    text = with_interval(e, unit) if len(e) > 1 else f"{e[0]:.2f}{unit}"
+    value, _, rest = text.partition(" ")
+    return (f"**{value}**" if bold else value) + (f" {rest}" if rest else "")
 
 
 def speed(result: dict[str, Any]) -> str:

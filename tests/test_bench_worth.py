@@ -99,6 +99,6 @@ def test_the_verb_says_it_in_sentences(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "worth", str(mine), "--latency", str(waits), "--spent-hours", "1"])
     assert done.exit_code == 0, done.output
     said = done.stdout
-    assert "2.00 times as fast" in said
+    assert "2.00 times [1.60, 2.50] as fast" in said
     assert "At 2 requests a second (1.5 at once), d@8" in said
     assert json.loads(said.splitlines()[-1])["latency"][0]["p50"] == [1.25, 1.1, 1.4]

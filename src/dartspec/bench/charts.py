@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
+from dartspec.bench.stats import with_interval
+
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#555555")
 DASHES = ("", "6 3", "2 3", "8 3 2 3", "4 4", "1 2", "10 4", "3 1")
 INK, SOFT, GRID = "#222222", "#666666", "#E3E3E3"
@@ -83,7 +85,7 @@ def bars(
                 continue
             v, low, high = value
             at, middle = y + k * each, y + k * each + each / 2 - 1
-            about = f"{category}, {name}: {v:.2f} [{low:.2f}, {high:.2f}]"
+            about = f"{category}, {name}: {with_interval((v, low, high))}"
             parts.append(
                 f"<rect x='{x(0):.1f}' y='{at:.1f}' width='{max(0.5, x(v) - x(0)):.1f}' height='{each - 3}' "
                 f"fill='{colour[name]}'><title>{escape(about)}</title></rect>"

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dartspec.bench.stats import shown
+from dartspec.bench.stats import with_interval
 from dartspec.errors import DartspecError
 
 FORMATS = ("csv", "markdown", "latex")
@@ -122,5 +122,5 @@ def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _cell(value: Any) -> str:
     if isinstance(value, list):
-        return shown(value)
+        return with_interval(value)
     return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)

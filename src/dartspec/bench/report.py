@@ -14,6 +14,7 @@ from typing import Any
 
 from dartspec.bench.charts import Series, bars, colours, lines, stacks
 from dartspec.bench.provenance import read_result
+from dartspec.bench.stats import with_interval
 from dartspec.errors import DartspecError
 
 Result = Mapping[str, Any]
@@ -104,7 +105,7 @@ def _tiles(page: Page, result: Result) -> None:
         s, low, high = best["speed_up"]
         tiles.append(
             f"<div class='tile'><b>{s:.2f}x</b><span>T = {temperature:g}: {escape(best['method'])}, {best['M']:.2f} "
-            f"tokens a round, interval [{low:.2f}, {high:.2f}]</span></div>"
+            f"tokens a round{f', interval [{low:.2f}, {high:.2f}]' if low < high else ''}</span></div>"
         )
     told = [r for r in result["rows"] if "num_equal" in r and r["suite"] == _whole(result["rows"])]
     equal, total = sum(r["num_equal"] for r in told), sum(r["num_runs"] for r in told)
@@ -418,7 +419,7 @@ def _table_of_waits(page: Page, result: Result) -> None:
         ratio = (e.get("end_ms") or {}).get("p50")
         cells = [f"{r['rate']:g}", r["service"], f"{r['in_progress']:.1f}", f"{r['tokens_per_s']:.0f}"]
         cells += [" / ".join(f"{v[0]:.4g}" if (v := r[w][p]) else "-" for p in ("p50", "p90", "p99")) for w in WAITS]
-        cells += [f"{ratio[0]:.2f}x [{ratio[1]:.2f}, {ratio[2]:.2f}]" if ratio else ""]
+        cells += [with_interval(ratio, "x") if ratio else ""]
         cells += [f"{e['num_equal']}/{e['num_pairs']}" if e else "", str(r["num_refused"] or "")]
         body.append(
             "<tr>"

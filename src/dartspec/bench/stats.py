@@ -17,7 +17,7 @@ RESAMPLES = 4000
 LEVEL = 0.95
 
 
-def shown(estimate: Sequence[float], unit: str = "") -> str:
+def with_interval(estimate: Sequence[float], unit: str = "") -> str:
     """A figure with its interval, where there is one: one unit has none."""
     value, low, high = estimate
     return f"{value:.2f}{unit}" + (f" [{low:.2f}, {high:.2f}]" if low < high else "")
@@ -31,7 +31,7 @@ class Estimate(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        return shown(self)
+        return with_interval(self)
 
     def rounded(self, digits: int = 4) -> list[float]:
         """For JSON."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
+from dartspec.bench.stats import with_interval
 from dartspec.errors import DartspecError
 
 FREE = (
@@ -70,8 +71,7 @@ def answer(
     keys = ("suite", "temperature", "batch", "threads")
     plain = next(r for r in result["rows"] if r["method"] == "plain" and all(r[k] == row[k] for k in keys))
     verdict = "yes" if s[1] > 1 else "no" if s[2] < 1 else "unclear"
-    times = f"{s[0]:.2f} times as fast as plain decoding"
-    times += f", interval [{s[1]:.2f}, {s[2]:.2f}]" if s[1] < s[2] else ""
+    times = f"{with_interval(s, ' times')} as fast as plain decoding"
     uncut = row["uncut"]["speed_up"][0]
     sentences = [
         {
@@ -103,7 +103,7 @@ def answer(
             found["latency"].append({"rate": r["rate"], "service": r["service"], "p50": half, "p90": late})
             sentences.append(
                 f"At {r['rate']:g} requests a second ({r['in_progress']:.1f} at once), {r['service']}: the median "
-                f"answer comes {half[0]:.2f} times as soon [{half[1]:.2f}, {half[2]:.2f}], p90 {late[0]:.2f} times."
+                f"answer comes {with_interval(half, ' times')} as soon, p90 {late[0]:.2f} times."
             )
     if spent_hours:
         hours = "1 hour" if spent_hours == 1 else f"{spent_hours:g} hours"

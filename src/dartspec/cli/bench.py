@@ -405,7 +405,7 @@ def endpoint(
 
     from dartspec.bench.endpoint import Server, measure
     from dartspec.bench.provenance import provenance, save_result
-    from dartspec.bench.stats import shown
+    from dartspec.bench.stats import with_interval
     from dartspec.bench.suites import load_suites
 
     term = Terminal(json=json, no_color=no_color)
@@ -434,7 +434,7 @@ def endpoint(
             r["server"],
             r["model"],
             f"{r['first_ms']['p50']:.0f}",
-            shown(per) if per else "",
+            with_interval(per) if per else "",
             f"{r['per_token_percentiles_ms'].get('p99', 0):.2f}",
             f"{r['A']:.2f}" if "A" in r else "",
             _interval(e["speed_up"]) if "speed_up" in e else "",
@@ -1014,9 +1014,9 @@ def _load_table(result: dict[str, Any], term: Terminal) -> None:
 
 
 def _interval(e: list[float]) -> str:
-    from dartspec.bench.stats import shown
+    from dartspec.bench.stats import with_interval
 
-    return shown(e, "x")
+    return with_interval(e, "x")
 
 
 def _last_line(result: dict[str, Any]) -> None:

@@ -258,7 +258,7 @@ def write_acceptance(folder: Path, by_size: Mapping[str, Sequence[float]]) -> No
 
 
 def _table(rows: Sequence[Mapping[str, Any]], asked: Asked) -> Table:
-    from dartspec.bench.stats import shown
+    from dartspec.bench.stats import with_interval
 
     table = Table(box=None)
     table.add_column("set")
@@ -271,7 +271,7 @@ def _table(rows: Sequence[Mapping[str, Any]], asked: Asked) -> Table:
         cells = []
         for temperature, nodes in heads:
             m = row["M"].get(temperature, {}).get(nodes)
-            cells.append("-" if m is None else shown(m))
+            cells.append("-" if m is None else with_interval(m))
         chain = "-" if row["chain"] is None else f"{row['chain']:.2f}"
         hits = [" ".join(f"{x:.2f}" for x in (row[k] or [])[:SHOWN_OFFSETS]) or "-" for k in ("hit1", "hit10")]
         table.add_row(printable(row["set"]), *cells, chain, *hits)

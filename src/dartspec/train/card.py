@@ -123,7 +123,7 @@ def _facts(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 def _figures(judged: Mapping[str, Any]) -> list[str]:
     """The table of `dartspec eval`."""
-    from dartspec.bench.stats import shown
+    from dartspec.bench.stats import with_interval
 
     columns = [(t, n) for t, by_size in judged["sets"][-1]["M"].items() for n in by_size]
     heads = ["set", *(f"M, T = {t}, {n} nodes" for t, n in columns), "chain", "hit@1", "hit@10"]
@@ -138,7 +138,7 @@ def _figures(judged: Mapping[str, Any]) -> list[str]:
         cells = [row["set"]]
         for t, n in columns:
             m = row["M"].get(t, {}).get(n)
-            cells.append("-" if m is None else shown(m))
+            cells.append("-" if m is None else with_interval(m))
         cells.append("-" if row["chain"] is None else f"{row['chain']:.2f}")
         cells += [" ".join(f"{x:.2f}" for x in (row[k] or [])[:SHOWN_OFFSETS]) or "-" for k in ("hit1", "hit10")]
         lines.append(f"| {' | '.join(cells)} |")
