@@ -110,6 +110,18 @@ def acceptance(result: dict[str, Any]) -> str:
     return rows(["set", *(f"T = {t}, {n} nodes" for t, n in columns)], body)
 
 
+def by_size(result: dict[str, Any]) -> str:
+    """M of one method by set and tree size."""
+    found = {(r["suite"], r["method"]): r["M"] for r in result["rows"]}
+    methods = list(dict.fromkeys(m for _, m in found))
+    suites = list(dict.fromkeys(s for s, _ in found if s != "all"))
+    body = [[suite, *(f"{found[suite, m]:.2f}" for m in methods)] for suite in suites]
+    means = [sum(found[suite, m] for suite in suites) / len(suites) for m in methods]
+    body.append(["**mean of sets**", *(f"**{m:.2f}**" for m in means)])
+    body.append(["all rounds", *(f"{found['all', m]:.2f}" for m in methods)])
+    return rows(["set", *(f"M, `{m}`" for m in methods)], body)
+
+
 def load_table(result: dict[str, Any]) -> str:
     """`bench load`: plain tokens a second, and every tree size against it, by batch."""
     methods = [m for m in result["config"]["methods"] if m != "plain"]
@@ -783,6 +795,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "table-t0": speed,
     "table-t08": speed,
     "acceptance": acceptance,
+    "default-m": by_size,
     "plain": plain,
     "load": load_table,
     "scheduler": scheduler,
