@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dartspec.bench.stats import with_interval
+from dartspec.accounting import with_interval
 from dartspec.lattice import SearchConfig
 
 ROOT = Path(__file__).parent.parent

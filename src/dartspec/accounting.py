@@ -207,3 +207,9 @@ class SpeedUp:
 
 def _ratio(a: float, b: float) -> float:
     return a / b if b else 0.0
+
+
+def with_interval(estimate: Sequence[float], unit: str = "") -> str:
+    """A figure with its interval, where there is one: one unit has none."""
+    value, low, high = estimate
+    return f"{value:.2f}{unit}" + (f" [{low:.2f}, {high:.2f}]" if low < high else "")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dartspec.bench.stats import with_interval
+from dartspec.accounting import with_interval
 from dartspec.errors import DartspecError
 
 FORMATS = ("csv", "markdown", "latex")

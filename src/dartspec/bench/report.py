@@ -12,9 +12,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from dartspec.accounting import with_interval
 from dartspec.bench.charts import Series, bars, colours, lines, stacks
 from dartspec.bench.provenance import read_result
-from dartspec.bench.stats import with_interval
 from dartspec.errors import DartspecError
 
 Result = Mapping[str, Any]

@@ -12,15 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dartspec.accounting import with_interval
+
 Floats = NDArray[np.float64]
 RESAMPLES = 4000
 LEVEL = 0.95
-
-
-def with_interval(estimate: Sequence[float], unit: str = "") -> str:
-    """A figure with its interval, where there is one: one unit has none."""
-    value, low, high = estimate
-    return f"{value:.2f}{unit}" + (f" [{low:.2f}, {high:.2f}]" if low < high else "")
 
 
 class Estimate(NamedTuple):

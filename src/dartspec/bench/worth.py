@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from dartspec.bench.stats import with_interval
+from dartspec.accounting import with_interval
 from dartspec.errors import DartspecError
 
 FREE = (

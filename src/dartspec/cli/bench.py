@@ -403,9 +403,9 @@ def endpoint(
 
     from rich.progress import Progress
 
+    from dartspec.accounting import with_interval
     from dartspec.bench.endpoint import Server, measure
     from dartspec.bench.provenance import provenance, save_result
-    from dartspec.bench.stats import with_interval
     from dartspec.bench.suites import load_suites
 
     term = Terminal(json=json, no_color=no_color)
@@ -1014,7 +1014,7 @@ def _load_table(result: dict[str, Any], term: Terminal) -> None:
 
 
 def _interval(e: list[float]) -> str:
-    from dartspec.bench.stats import with_interval
+    from dartspec.accounting import with_interval
 
     return with_interval(e, "x")
 

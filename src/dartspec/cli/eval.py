@@ -258,7 +258,7 @@ def write_acceptance(folder: Path, by_size: Mapping[str, Sequence[float]]) -> No
 
 
 def _table(rows: Sequence[Mapping[str, Any]], asked: Asked) -> Table:
-    from dartspec.bench.stats import with_interval
+    from dartspec.accounting import with_interval
 
     table = Table(box=None)
     table.add_column("set")

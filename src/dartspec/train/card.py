@@ -123,7 +123,7 @@ def _facts(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 def _figures(judged: Mapping[str, Any]) -> list[str]:
     """The table of `dartspec eval`."""
-    from dartspec.bench.stats import with_interval
+    from dartspec.accounting import with_interval
 
     columns = [(t, n) for t, by_size in judged["sets"][-1]["M"].items() for n in by_size]
     heads = ["set", *(f"M, T = {t}, {n} nodes" for t, n in columns), "chain", "hit@1", "hit@10"]
