@@ -43,11 +43,11 @@ def provenance(**more: Any) -> dict[str, Any]:
 
 def shown(argument: str) -> str:
     """An argument as others can use it: where a file lay on this machine is nobody's business."""
-    parts = []
-    for part in argument.split(","):
-        flag, equals, value = part.rpartition("=")
-        parts.append(f"{flag}{equals}{Path(value).name}" if os.path.isabs(value) else part)
-    return ",".join(parts)
+    return ",".join("=".join(_last(word) for word in part.split("=")) for part in argument.split(","))
+
+
+def _last(word: str) -> str:
+    return Path(word).name if os.path.isabs(word) else word
 
 
 def _program() -> str:
