@@ -601,3 +601,4 @@ def test_a_recorded_command_names_no_folder_of_this_machine(monkeypatch: pytest.
     )
     assert provenance()["command"] == "run.py --out d.json --index=f.ngram docs/x.json -t 0"
     assert provenance_of.shown("/a/b/dart@8,index=/c/d.ngram") == "dart@8,index=d.ngram"
+    assert provenance_of.shown("/a/b/latest=/c/log.jsonl") == "latest=log.jsonl"
