@@ -293,7 +293,7 @@ def frontier(a: argparse.Namespace) -> dict[str, Any]:
         made[f"corpus, order {order}, counts >= {cut}, {of:.0%}"] = (lambda s=of: share(s)), order, cut
     made |= {f"own answers, order {o}": ((lambda: answers), o, 1) for o in (2, 3, 4)}
     rows, first = [], None
-    search = SearchConfig()
+    search = data.search
     with tempfile.TemporaryDirectory(dir=a.folder) as folder:
         for name in ["none", "shipped", *made]:
             path = a.index if name == "shipped" else Path(folder) / "one.ngram"

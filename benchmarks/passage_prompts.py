@@ -18,6 +18,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from dartspec.files import written_aside
+
 GERMAN = re.compile(r"\b(der|die|das|und|ist|nicht|ein|eine|zu|den|wir|ich|es)\b")
 
 
@@ -68,11 +70,9 @@ def main() -> None:
     rows += [(r["id"], r["turns"][0][:3600]) for r in tasks if len(r["turns"][0]) > 520]
     if not rows:
         raise SystemExit("no prompt: give --prose, --german or --tasks")
-    aside = a.out.with_name(a.out.name + ".part")
-    with aside.open("w", encoding="utf-8") as file:
+    with written_aside(a.out) as aside, aside.open("w", encoding="utf-8") as file:
         for name, prompt in rows:
             file.write(json.dumps({"id": name, "turns": [prompt]}, ensure_ascii=False) + "\n")
-    aside.replace(a.out)
     print(
         f"{len(rows)} prompts: {min(len(prose), a.most)} summaries, "
         f"{len(german)} German sentences, {len(tasks)} tasks read"

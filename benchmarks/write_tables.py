@@ -747,7 +747,7 @@ def curve(result: dict[str, Any]) -> str:
     ]
     sizes = [int(n) for n in result["rows"][0]["M"]]
     for tokens in sorted({t for t, _ in ahead}):
-        body.append([f"line, {tokens / 1e6:g}", *(_with_interval(ahead[tokens, n]).replace("**", "") for n in sizes)])
+        body.append([f"line, {tokens / 1e6:g}", *(with_interval(ahead[tokens, n]) for n in sizes)])
     header = ["million tokens trained", *(f"M, {n} nodes" for n in sizes)]
     return f"{result['prompts']} prompts, greedy, loops cut; one index, one search.\n\n" + rows(header, body)
 

@@ -10,11 +10,8 @@ from typing import Any
 from dartspec.accounting import with_interval
 from dartspec.errors import DartspecError
 
-FREE = (
-    "prompt_lookup",
-    "suffix",
-    "lookahead",
-)  # need no training; a result names methods, and may be another machine's
+# need no training; by name, for a result may be another machine's
+FREE = ("prompt_lookup", "suffix", "lookahead")
 
 
 def best_row(result: Mapping[str, Any], method: str | None = None) -> Mapping[str, Any]:

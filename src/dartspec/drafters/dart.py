@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dartspec import _core
 from dartspec.drafters._bigram import Bigram, Continuity
-from dartspec.drafters._checkpoint import DraftNet, LayerConfig, NetConfig, check_target
+from dartspec.drafters._checkpoint import DraftNet, LayerConfig, NetConfig, checked_net
 from dartspec.drafters._masks import attend_dense, attend_flex, layout
 from dartspec.drafters._nn import (
     FusedLayer,
@@ -692,16 +692,8 @@ def load(
     index: NgramIndex | Path | str | None = None,
     search: SearchConfig | None = None,
 ) -> DartDrafter:
-    """The drafter of a folder (`config.json`, `model.safetensors`) or of a network, checked against the target.
-
-    A bare `Config` names no weights and is refused: a drafter is never run with random ones.
-    """
-    if isinstance(source, Config):
-        raise DartspecError(
-            "a DART config has no weights: give the folder that holds config.json and model.safetensors"
-        )
-    net = source if isinstance(source, DartNet) else DartNet.from_folder(Path(source))
-    check_target(net.config, view)
+    """The drafter of a folder or of a network: see `checked_net`."""
+    net = checked_net(source, DartNet, view)
     if net.config.head == "target":
         net.target_head = head_rows(view, net.target_ids())
     if isinstance(index, Path | str):
